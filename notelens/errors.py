@@ -1,0 +1,68 @@
+"""One error tree. Every message says what was wrong, where, and what to do about it."""
+
+
+class NotelensError(Exception):
+    """Base class of every error that notelens raises on purpose."""
+
+
+class InputError(NotelensError, ValueError):
+    """Something the caller passed cannot be used (command line exit code 2)."""
+
+
+class ConfigError(InputError):
+    """A configuration file is malformed; the message carries file and line where they are known."""
+
+
+class UnknownNameError(InputError, KeyError):
+    """A name is not in a registry; the message lists the nearest names."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingPackageError(NotelensError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
+class TaskError(InputError):
+    """A task, scenario file or prompt pair does not meet its own contract."""
+
+
+class SpanError(TaskError):
+    """A named span cannot be located, or is located ambiguously, in the token ids."""
+
+
+class PairError(TaskError):
+    """Two prompts of a pair differ in length, or outside the span that may differ."""
+
+
+class AnswerError(TaskError):
+    """Answer words cannot be told apart by their first token with the tokenizer in use."""
+
+
+class CacheError(NotelensError, ValueError):
+    """A key-value cache violates an invariant or does not fit its model."""
+
+
+class PatchError(InputError):
+    """A patch cannot be applied: sites out of range, unequal caches, an empty band of layers."""
+
+
+class UnsupportedModelError(NotelensError):
+    """The model's architecture, cache or attention path is not understood; nothing is guessed."""
+
+
+class NonFiniteError(NotelensError, ArithmeticError):
+    """Logits, keys or values hold NaN or infinity."""
+
+
+class GateError(NotelensError):
+    """The model failed its admission gate (command line exit code 3)."""
+
+
+class CompetenceError(NotelensError):
+    """The model does not decide the task well enough to be measured (command line exit code 3)."""
+
+
+class RecordError(NotelensError, OSError):
+    """A record could not be read or written; what was written before is intact."""
