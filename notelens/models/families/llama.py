@@ -1,0 +1,9 @@
+"""Llama: grouped-query attention, one rotation for all layers."""
+
+from notelens.models.base import FamilySpec
+
+
+class Llama(FamilySpec):
+    """Llama 2 and 3, SmolLM2 and other checkpoints of type ``llama``."""
+
+    model_types = ("llama",)

@@ -1,0 +1,17 @@
+"""Causal probes: one claim per file."""
+
+from notelens.registry import Registry
+
+PROBES: Registry[type] = Registry(
+    "probe",
+    {
+        "locality": "notelens.probes.locality:Locality",
+        "dissociation": "notelens.probes.dissociation:Dissociation",
+        "timing": "notelens.probes.timing:Timing",
+        "specificity": "notelens.probes.specificity:Specificity",
+        "injection": "notelens.probes.injection:Injection",
+        "placebo": "notelens.probes.placebo:Placebo",
+    },
+)
+
+__all__ = ["PROBES"]

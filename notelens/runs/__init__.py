@@ -1,0 +1,1 @@
+"""Configurations, records, the runner and the command line."""

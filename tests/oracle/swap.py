@@ -1,0 +1,110 @@
+"""The isolated swap, one at a time, with nothing but transformers (DESIGN section 2).
+
+Both prompts are prefilled, the recipient's rows in front of the reader are copied, the chosen rows are overwritten with the
+donor's, and the reader (the last token, or the last few) is run on the copy. All other rows stay as they are. No code is shared
+with the library.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+Rows = list[tuple[Tensor, Tensor]]
+"""Per layer the keys and values, ``[kv_head, pos, width]``."""
+Direction = Literal["denoising", "noising"]
+
+
+@torch.no_grad()
+def prefill_rows(hf: Any, ids: Sequence[int]) -> Rows:
+    """Rows of all tokens in all layers, from one forward pass."""
+    store = DynamicCache()  # made without a config it keeps all rows, also in sliding layers
+    hf(input_ids=torch.tensor([list(ids)]), past_key_values=store, use_cache=True)
+    return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in store.layers]
+
+
+@torch.no_grad()
+def read(hf: Any, rows: Rows, reader_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
+    """Answer logits (float32) behind the last reader token, run on a copy of ``rows``."""
+    store = DynamicCache()
+    for layer, (k, v) in enumerate(rows):
+        store.update(k.clone()[None], v.clone()[None], layer)
+    start = rows[0][0].shape[1]
+    positions = torch.arange(start, start + len(reader_ids))[None]
+    out = hf(input_ids=torch.tensor([list(reader_ids)]), position_ids=positions, past_key_values=store, use_cache=True)
+    return out.logits[0, -1, list(answer_ids)].float()
+
+
+def swapped_rows(
+    recipient: Rows,
+    donor: Rows,
+    positions: Sequence[int],
+    layers: tuple[int, int] | None = None,
+    heads: Sequence[int] | None = None,
+    parts: str = "kv",
+) -> Rows:
+    """A copy of ``recipient`` with rows of ``donor`` at ``positions``, in a half-open band of layers and in stored heads."""
+    low, high = layers if layers is not None else (0, len(recipient))
+    rows = [(k.clone(), v.clone()) for k, v in recipient]
+    for layer in range(low, high):
+        for head in range(rows[layer][0].shape[0]) if heads is None else heads:
+            for pos in positions:
+                if "k" in parts:
+                    rows[layer][0][head, pos] = donor[layer][0][head, pos]
+                if "v" in parts:
+                    rows[layer][1][head, pos] = donor[layer][1][head, pos]
+    return rows
+
+
+def loop_isolated_swap(
+    hf: Any,
+    recipient_ids: Sequence[int],
+    donor_ids: Sequence[int],
+    positions: Sequence[int],
+    answer_ids: Sequence[int],
+    layers: tuple[int, int] | None = None,
+    heads: Sequence[int] | None = None,
+    parts: str = "kv",
+    n_reader: int = 1,
+) -> Tensor:
+    """Answer logits of the recipient with the donor's rows at ``positions``.
+
+    Args:
+        hf: a transformers causal language model.
+        recipient_ids, donor_ids: whole prompts of equal length; the last ``n_reader`` tokens of the recipient are run.
+        positions: rows to overwrite, all in front of the reader; none gives the unpatched recipient.
+        answer_ids: ids whose logits are returned, in this order.
+        layers: half-open band of layers, all when ``None``.
+        heads: stored heads, all when ``None``.
+        parts: ``"kv"``, ``"k"`` or ``"v"``.
+    """
+    if len(recipient_ids) != len(donor_ids):
+        raise ValueError(f"prompts of {len(recipient_ids)} and {len(donor_ids)} tokens")
+    start = len(recipient_ids) - n_reader
+    if any(not 0 <= pos < start for pos in positions):
+        raise ValueError(f"positions {list(positions)} are not all in front of the reader at {start}")
+    recipient, donor = ([(k[:, :start], v[:, :start]) for k, v in prefill_rows(hf, i)] for i in (recipient_ids, donor_ids))
+    rows = swapped_rows(recipient, donor, positions, layers, heads, parts)
+    return read(hf, rows, recipient_ids[start:], answer_ids)
+
+
+def full_logits(hf: Any, ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
+    """Answer logits (float32) behind the prompt from one plain forward pass without a cache."""
+    with torch.no_grad():
+        return hf(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, -1, list(answer_ids)].float()
+
+
+def margin(logits: Tensor) -> float:
+    """Second minus first answer logit."""
+    return float(logits[1] - logits[0])
+
+
+def oriented(
+    old_ids: Sequence[int], new_ids: Sequence[int], answer_ids: tuple[int, int], direction: Direction
+) -> tuple[Sequence[int], Sequence[int], tuple[int, int]]:
+    """(recipient, donor, (recipient's answer, donor's answer)); ``answer_ids`` are right for old and for new."""
+    if direction == "denoising":
+        return old_ids, new_ids, answer_ids
+    return new_ids, old_ids, answer_ids[::-1]
