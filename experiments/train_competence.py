@@ -13,7 +13,8 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from rich.progress import track
 from safetensors.torch import save_file
 
 from notelens.spans import encode
+from notelens.tasks.base import Cell
 from notelens.tasks.gated import GatedDecisions
 from notelens.tasks.render import Draw, Mode, Order
 from notelens.tasks.scenarios import BUILTIN, FORMS, load_families
@@ -32,13 +34,41 @@ logger = logging.getLogger("train_competence")
 
 RANK, ALPHA, LEARNING_RATE, WARM_UP, BATCH = 8, 16, 5e-4, 20, 8
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CURRICULUM_STEPS = 50
-"""Until here all prompts are direct ones without an update line."""
-KINDS: dict[str, float] = {"direct": 0.55, "chain": 0.20, "update": 0.15, "update_chain": 0.10}
-DISTRACTOR_SHARE, PLAIN_SHARE, LONG_SHARE, TWO_CLAUSE_KEPT = 0.25, 0.10, 0.06, 0.6
-LONG_TOKENS = 220
+KINDS: dict[str, float] = {"direct": 0.50, "chain": 0.20, "update": 0.18, "update_chain": 0.12}
+DISTRACTOR_SHARE, LONG_TOKENS = 0.25, 220
 ACTION_WEIGHT, CHAIN_WEIGHT, END_WEIGHT = 1.0, 0.15, 0.1
 """Loss weights: a chain has twenty tokens that are easy; its conclusion and direct answers should count."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a part of the training draws from.
+
+    The first phase holds direct prompts under the two easier forms; a mix of everything from the first step stays at
+    chance for more than 140 steps (measured).
+
+    Attributes:
+        share: part of all steps.
+        kinds, forms: weights of what is drawn.
+        value_first: share of prompts with the field before the rule.
+        short: share of prompts with only two filler lines.
+        plain: share of direct prompts without the chat template.
+        long: share of batches with prompts of about LONG_TOKENS tokens.
+    """
+
+    share: float
+    kinds: dict[str, float]
+    forms: dict[str, float]
+    value_first: float
+    short: float
+    plain: float
+    long: float
+
+
+PHASES = (
+    Phase(0.35, {"direct": 1.0}, {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}, 0.65, 1.0, 0.0, 0.0),
+    Phase(0.65, KINDS, {"two_clause": 0.1, "swapped": 0.2, "polarity": 0.3, "negated": 0.4}, 0.5, 0.6, 0.1, 0.05),
+)
 
 
 @dataclass(frozen=True)
@@ -55,59 +85,90 @@ class Example:
     family: str
 
 
-def make_example(tokenizer: Any, task: GatedDecisions, draw: Draw, kind: str, rng: random.Random) -> Example:
-    """One cell of a draw, chosen at random, with its supervised continuation."""
-    cell = rng.choice(draw.cells)
+def make_example(
+    tokenizer: Any, task: GatedDecisions, draw: Draw, kind: str, cell: Cell, rng: random.Random
+) -> Example:
+    """A cell of a draw with its supervised continuation.
+
+    With an update line the cell says which value counts in the end: the update states it and the field holds another one
+    (now and then the same, so that an update line alone says nothing).
+    """
     mode: Mode = "chain" if kind.endswith("chain") else "direct"
     update = None
     if kind.startswith("update"):
-        others = draw.values if draw.form in ("two_clause", "swapped") else draw.family.values
-        # the newer value is the same as the old one now and then, so an update line alone says nothing
-        update = rng.choice([v for v in others if v != draw.values[cell[0]]] if rng.random() < 0.9 else list(others))
+        update = draw.values[cell[0]]
+        stays = rng.random() < 0.1
+        cell = cell if stays else (1 - cell[0], cell[1])
+        third = [v for v in draw.family.values if v not in draw.values]
+        if draw.form in ("polarity", "negated") and update != draw.values[cell[1]] and rng.random() < 0.3:
+            update = rng.choice(third)  # a value that neither field nor rule mentions
     distractor = rng.random() < DISTRACTOR_SHARE
     rendered = task.render(tokenizer, draw, cell, mode=mode, update=update, distractor=distractor)
     prompt, lead = rendered.prompt, "" if task.rendering == "chat" else " "
     full = encode(tokenizer, prompt.text + lead + rendered.target, templated=True)
-    before_action = encode(tokenizer, (prompt.text + lead + rendered.target[: rendered.action_at]).rstrip(" "), templated=True)
+    before_action = encode(
+        tokenizer, (prompt.text + lead + rendered.target[: rendered.action_at]).rstrip(" "), templated=True
+    )
     n, action_at = len(prompt), len(before_action) if mode == "chain" else len(prompt)
     if full[:n] != prompt.token_ids or (mode == "chain" and full[:action_at] != before_action):
         raise ValueError(f"prompt {prompt.id!r} and its answer do not tokenise apart")
     weights = [0.0] * n + [CHAIN_WEIGHT] * (action_at - n) + [ACTION_WEIGHT] * (len(full) - action_at) + [END_WEIGHT]
     return Example(
-        (*full, int(tokenizer.eos_token_id)), tuple(weights), n, action_at, kind, draw.form, task.order, draw.family.name
+        (*full, int(tokenizer.eos_token_id)),
+        tuple(weights),
+        n,
+        action_at,
+        kind,
+        draw.form,
+        task.order,
+        draw.family.name,
     )
 
 
-def draw_stream(tokenizer: Any, task: GatedDecisions, seed: int, n: int) -> Iterator[Draw]:
-    """Shuffled draws of a task; plain two-clause rules are thinned out (the swapped form holds them too)."""
-    draws = task.draws(tokenizer, n, seed)
-    rng = random.Random(f"{seed}/{task.order}/{task.rendering}/{task.length}")
-    rng.shuffle(draws)
-    return (d for d in draws if d.form != "two_clause" or rng.random() < TWO_CLAUSE_KEPT)
+def draw_stream(tokenizer: Any, task: GatedDecisions, seed: int) -> Iterator[Draw]:
+    """Endless shuffled draws of a task: blocks of four per family, each block with a seed of its own."""
+    for block in count():
+        draws = task.draws(tokenizer, 4 * len(task.families), seed * 1000 + block)
+        random.Random(f"{seed}/{block}/{task.forms}/{task.order}/{task.rendering}").shuffle(draws)
+        yield from draws
 
 
-def training_examples(tokenizer: Any, seed: int, n: int) -> list[list[Example]]:
-    """Batches of similar length, in training order."""
+def training_batches(tokenizer: Any, seed: int, steps: int) -> list[list[Example]]:
+    """Batches of four minimal pairs: two cells of one draw with different right answers, all of the same kind of length.
+
+    Within a pair everything but field (or trigger) is equal, so what any word does for an answer as such cancels in the
+    gradient, and no answer has a prior.
+    """
     rng = random.Random(f"{seed}/mix")
-    orders: tuple[Order, ...] = ("value_first", "rule_first")
-    settings = [(o, r, length) for o in orders for r in ("chat", "plain") for length in (None, LONG_TOKENS)]
-    tasks = {s: GatedDecisions(split="train", order=s[0], rendering=s[1], length=s[2]) for s in settings}
-    streams = {s: draw_stream(tokenizer, t, seed, n if s[2] is None else max(n // 4, 60)) for s, t in tasks.items()}
+    streams: dict[tuple[str, str, str, int | None], tuple[GatedDecisions, Iterator[Draw]]] = {}
     batches: list[list[Example]] = []
-    first = CURRICULUM_STEPS * BATCH
-    for start, stop in ((0, min(first, n)), (first, n)):
-        phase: list[Example] = []
-        for _ in track(range(start, stop), description="training prompts", transient=True):
-            kind = "direct" if start == 0 else rng.choices(list(KINDS), list(KINDS.values()))[0]
-            rendering = "plain" if kind == "direct" and rng.random() < PLAIN_SHARE else "chat"
-            key = (rng.choice(orders), rendering, LONG_TOKENS if rng.random() < LONG_SHARE else None)
-            phase.append(make_example(tokenizer, tasks[key], next(streams[key]), kind, rng))
-        window = 8 * BATCH
-        for at in range(0, len(phase), window):  # bucket by length inside a window, then shuffle its batches
-            chunk = sorted(phase[at : at + window], key=lambda e: len(e.ids))
-            parts = [chunk[i : i + BATCH] for i in range(0, len(chunk), BATCH)]
-            rng.shuffle(parts)
-            batches += parts
+    for number, phase in enumerate(PHASES):
+        last = number == len(PHASES) - 1
+        n_batches = steps - len(batches) if last else round(phase.share * steps)
+        for _ in track(range(n_batches), description=f"prompts of phase {number + 1}"):
+            batch: list[Example] = []
+            length = LONG_TOKENS if rng.random() < phase.long else None
+            chains = "chain" in phase.kinds and rng.random() < phase.kinds["chain"] + phase.kinds["update_chain"]
+            kinds = {k: w for k, w in phase.kinds.items() if k.endswith("chain") == chains}  # alike in length
+            for _ in range(BATCH // 2):
+                kind = rng.choices(list(kinds), list(kinds.values()))[0]
+                form = rng.choices(list(phase.forms), list(phase.forms.values()))[0]
+                order = "value_first" if rng.random() < phase.value_first else "rule_first"
+                rendering = "plain" if kind == "direct" and rng.random() < phase.plain else "chat"
+                key = (form, order, rendering, length)
+                if key not in streams:
+                    task = GatedDecisions(split="train", forms=[form], order=order, rendering=rendering, length=length)
+                    streams[key] = (task, draw_stream(tokenizer, task, seed))
+                task, stream = streams[key]
+                draw = next(stream)
+                if length is None and rng.random() < phase.short:
+                    draw = replace(draw, filler=draw.filler[:2], between=1)
+                along_trigger = form != "two_clause" and kind in ("direct", "chain") and rng.random() < 0.35
+                fixed = rng.randrange(2) if form != "two_clause" else 0
+                for i in (0, 1):
+                    cell = (fixed, i) if along_trigger else (i, fixed)
+                    batch.append(make_example(tokenizer, task, draw, kind, cell, rng))
+            batches.append(batch)
     return batches
 
 
@@ -119,7 +180,8 @@ def heldout_examples(tokenizer: Any, seed: int, n: int, orders: Sequence[Order])
         for form in FORMS:
             task = GatedDecisions(split="eval", order=order, forms=[form])
             for kind in KINDS:
-                found += [make_example(tokenizer, task, d, kind, rng) for d in task.draws(tokenizer, n, seed + 1000)]
+                for draw in task.draws(tokenizer, n, seed + 1000):
+                    found.append(make_example(tokenizer, task, draw, kind, rng.choice(draw.cells), rng))
     return found
 
 
@@ -186,8 +248,9 @@ def train(
 
     base, tokenizer = load_embedded(model, competence=False)
     torch.manual_seed(seed)
-    batches = training_examples(tokenizer, seed, steps * BATCH)
-    watch = heldout_examples(tokenizer, seed, 2, ("value_first", "rule_first"))
+    batches = training_batches(tokenizer, seed, steps)
+    watch = heldout_examples(tokenizer, seed, 3, ("value_first", "rule_first"))
+    easy = [e for e in watch if e.kind == "direct"]
     digest = hashlib.sha256(repr([[e.ids for e in b] for b in batches]).encode()).hexdigest()
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
     meta: dict[str, Any] = {
@@ -222,9 +285,9 @@ def train(
             spent = time.perf_counter() - started
             logger.info("step %d loss %.3f (%.1f s, %.2f s a step)", step, sum(running[-10:]) / 10, spent, spent / step)
         if step % every == 0 or step == steps:
-            shown = {k: f"{a:.2f} (n={n})" for k, (a, n) in accuracy(inner, watch, ["kind"]).items()}
-            direct = [e for e in watch if e.kind == "direct"]
-            logger.info("step %d held-out %s direct by form %s", step, shown, accuracy(inner, direct, ["form"]))
+            first_phase = step <= round(PHASES[0].share * steps)
+            cells = accuracy(inner, easy if first_phase else watch, ["kind", "form"])
+            logger.info("step %d held-out %s", step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items()))
             if checkpoint_dir is not None:
                 save_adapter(peft_model, checkpoint_dir / f"adapter_step{step}.safetensors", {**meta, "steps": step})
     meta["train_seconds"] = round(time.perf_counter() - started)
@@ -241,6 +304,10 @@ def evaluate(model: str, path: Path, seed: int, n: int) -> dict[str, tuple[float
     return accuracy(base, examples, ["kind", "form", "order"])
 
 
+def _weights(weights: dict[str, float]) -> str:
+    return ", ".join(f"{k} {v:.0%}" for k, v in weights.items())
+
+
 def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, int]]) -> None:
     """Card beside the adapter, for people (Markdown) and for programs (JSON)."""
     rows = [
@@ -248,8 +315,7 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         for k, (a, n) in cells.items()
     ]
     mix = {
-        "modes": KINDS, "distractor_updates": DISTRACTOR_SHARE, "plain_rendering_of_direct": PLAIN_SHARE,
-        "long_prompts": LONG_SHARE, "direct_only_steps": CURRICULUM_STEPS, "two_clause_kept": TWO_CLAUSE_KEPT,
+        "phases": [asdict(phase) for phase in PHASES], "distractor_updates": DISTRACTOR_SHARE,
     }  # fmt: skip
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     card = {**meta, "sha256": sha, "mix": mix, "heldout": rows}
@@ -260,7 +326,14 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
     }
     table = "\n".join(
         f"| {r['mode']} | {r['form']} | {r['order']} | {r['accuracy']:.3f} | {r['n']} |"
-        for r in sorted(rows, key=lambda r: (list(KINDS).index(str(r["mode"])), FORMS.index(str(r["form"])), r["order"]))
+        for r in sorted(
+            rows, key=lambda r: (list(KINDS).index(str(r["mode"])), FORMS.index(str(r["form"])), r["order"])
+        )
+    )
+    phases = "\n".join(
+        f"  - {p.share:.0%} of the steps: {_weights(p.kinds)}; {_weights(p.forms)}; field before rule {p.value_first:.0%}; two "
+        f"filler lines {p.short:.0%}; plain {p.plain:.0%} of direct; about {LONG_TOKENS} tokens {p.long:.0%}."
+        for p in PHASES
     )
     text = f"""# Competence adapter of `{meta["model"]}`
 
@@ -276,9 +349,9 @@ Written by `experiments/train_competence.py`; retrain with
 - Families trained on ({len(meta["train_families"])}): {", ".join(meta["train_families"])}.
 - Families never trained on ({len(meta["eval_families"])}): {", ".join(meta["eval_families"])}.
   The two lists share no label, no value and no action word. They do share the wordings of the rules and the system text.
-- Mix: {", ".join(f"{k} {v:.0%}" for k, v in KINDS.items())}; both orders; all four rule forms; {DISTRACTOR_SHARE:.0%} with an update about
-  something else; {PLAIN_SHARE:.0%} of the direct prompts without the chat template; {LONG_SHARE:.0%} of about {LONG_TOKENS} tokens, the others
-  about 110. The first {CURRICULUM_STEPS} steps are direct prompts only.
+- Batches are four minimal pairs (same prompt but field, update or trigger; different right answers). Mix, in phases:
+{phases}
+  {DISTRACTOR_SHARE:.0%} of all prompts hold an update about something else.
 
 ## Accuracy on families never trained on
 
@@ -300,10 +373,10 @@ def main(
     model: Annotated[str, typer.Option(help="embedded model")] = "smollm2",
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="folder of the adapter and its card")] = Path("notelens/zoo/adapters"),
-    steps: int = 300,
+    steps: int = 260,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="keep intermediate adapters here")] = None,
     checkpoint_every: int = 60,
-    eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 32,
+    eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -91,7 +91,7 @@ def offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> list[tuple[int, in
 
 
 def locate(tokenizer: Any, text: str, ids: Sequence[int], char_start: int, char_stop: int) -> Span:
-    """The tokens that hold ``text[char_start:char_stop]``; white space at its ends is trimmed and the trim logged.
+    """The tokens that hold ``text[char_start:char_stop]``; white space at its ends is trimmed (and logged at the end).
 
     Args:
         tokenizer: the tokenizer that made ``ids``.
@@ -245,8 +245,8 @@ def _locate(
         raise SpanError(f"the span at characters {char_start}-{char_stop} holds no text")
     start = char_start + len(wanted) - len(wanted.lstrip())
     stop = char_stop - (len(wanted) - len(wanted.rstrip()))
-    if char_stop - stop or (start > char_start + 1):
-        logger.info("span %r is trimmed to %r", wanted, text[start:stop])
+    if stop < char_stop:
+        logger.warning("span %r is trimmed to %r", wanted, text[start:stop])
     inside = [i for i, (a, b) in enumerate(where) if a < stop and b > start and text[max(a, start) : min(b, stop)].strip()]
     if not inside:
         raise SpanError(f"no token holds {text[start:stop]!r} (characters {start}-{stop})")

@@ -118,6 +118,14 @@ class TestClusterBootstrap:
 
         assert run(samples) == run(shuffled)
 
+    def test_order_does_not_matter_to_the_last_bit(self):
+        """Sums of these values depend on their order unless they are rounded once."""
+        rng = np.random.default_rng(6)
+        values, clusters = rng.normal(size=40), np.repeat(list("abcd"), 10)
+        orders = [rng.permutation(40) for _ in range(20)]
+        assert len({sum(values[o]) for o in orders}) > 1
+        assert len({stats.cluster_bootstrap(values[o], clusters[o], n_resamples=50) for o in orders}) == 1
+
     @given(SAMPLES, st.floats(0.5, 4, width=16), st.floats(-8, 8, width=16))
     @settings(max_examples=40, deadline=None)
     def test_interval_follows_a_change_of_unit(self, samples, scale, shift):
@@ -196,6 +204,43 @@ class TestClusterBootstrap:
     def test_an_estimate_refuses_nan(self):
         with pytest.raises(InputError, match="lo = nan"):
             stats.Estimate(0.0, math.nan, 1.0, 2, 2, "bca")
+
+
+class TestClusterStatistic:
+    def test_a_ratio_of_totals_is_the_mean(self):
+        values, clusters = simulate(np.random.default_rng(1), 8, 3)
+        totals = [[float(values[3 * j : 3 * j + 3].sum()), 3.0] for j in range(8)]
+        got = stats.cluster_statistic(totals, lambda t: t[:, 0] / t[:, 1], 24, n_resamples=N_FAST)
+        mean = stats.cluster_bootstrap(values, clusters, method="percentile", n_resamples=N_FAST)
+        for name in ("value", "lo", "hi"):
+            assert getattr(got, name) == pytest.approx(getattr(mean, name), abs=1e-12)
+        assert (got.n, got.n_clusters, got.flags) == (24, 8, ())
+
+    def test_first_column_above_a_threshold(self):
+        """Cluster 0 passes from column 1 on, cluster 1 never: defined unless only cluster 1 is drawn (1 of 4)."""
+
+        def first(totals: np.ndarray) -> np.ndarray:
+            hit = totals > 0.5
+            return np.where(hit.any(axis=1), hit.argmax(axis=1).astype(float), np.nan)
+
+        got = stats.cluster_statistic([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]], first, 2, n_resamples=1_000)
+        assert (got.value, got.lo, got.hi) == (1.0, 1.0, 1.0)
+        assert {stats.ZERO_WIDTH, stats.DEGENERATE_RESAMPLES, stats.FEW_CLUSTERS} == set(got.flags)
+        undefined = int(got.method.split("undefined in ")[1].split(" of ")[0])
+        assert undefined == pytest.approx(250, abs=4 * 14)  # binomial standard error of 1,000 draws at 1/4: 13.7
+
+    def test_limits(self):
+        def total(t: np.ndarray) -> np.ndarray:
+            return t[:, 0]
+
+        assert stats.cluster_statistic(np.zeros((0, 1)), total, 0).flags == (stats.UNDEFINED,)
+        one = stats.cluster_statistic([[2.0]], total, 3)
+        assert (one.value, one.lo, one.n_clusters) == (2.0, None, 1)
+        nowhere = stats.cluster_statistic([[1.0]] * 6, lambda t: np.full(len(t), np.nan), 6)
+        assert (nowhere.value, nowhere.flags) == (None, (stats.UNDEFINED,))
+        for bad in ([1.0, 2.0], [[math.nan]]):
+            with pytest.raises(InputError, match="totals have shape"):
+                stats.cluster_statistic(bad, total, 2)  # pyright: ignore[reportArgumentType]  # on purpose
 
 
 class TestPairedDifference:

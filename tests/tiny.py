@@ -1,21 +1,23 @@
 """A two-layer decoder with weights written by hand, as a real ``LlamaForCausalLM``, so every answer is known on paper.
 
-The prompt ``... field ... rule with trigger , ; ... request . : ?`` has one field token worth f = -1 or +1 and trigger tokens
-worth t = -1 or +1. What the weights do, and nothing else:
+The prompt ``... field ... rule with trigger , ; ... request . : ?`` has one field token worth f = -1 or +1 and trigger
+tokens worth t = -1 or +1. What the weights do, and nothing else:
 
-* Layer 0, heads 0 and 1 (stored head 0): delimiters ``; , . :`` attend to the field and to the trigger and copy f and t into
-  two channels. Every other token attends to ``start``, whose values are zero. Scores differ by more than 100, so the softmax
-  underflows: other weights are exactly 0 in float32.
-* Layer 0, MLP: ``silu(x) y + silu(-x) (-y) = x y``, so a delimiter behind field and trigger writes the conclusion c = f t.
-* Layer 1, head 2 (stored head 1), the *read head*: the decision token ``?`` attends to the *notes* ``;`` only and moves the
-  mean of their conclusions to the output channel. Other delimiters hold the conclusion too, and nobody reads them.
-* Head 3 of layer 0 lets filler tokens look at what precedes them (position dependent, through a rotating pair of channels), so
-  that caches and positions matter everywhere; delimiters and ``?`` do not take part in it.
+* Layer 0, heads 0 and 1 (stored head 0): delimiters ``; , . :`` attend to the field and to the trigger and copy f and t
+  into two channels. Every other token attends to ``start``, whose values are zero. Scores differ by more than 100, so
+  the softmax underflows: other weights are exactly 0 in float32.
+* Layer 0, MLP: ``silu(x) y + silu(-x) (-y) = x y``, so a delimiter behind field and trigger writes the conclusion c = f
+  t.
+* Layer 1, head 2 (stored head 1), the *read head*: the decision token ``?`` attends to the *notes* ``;`` only and moves
+  the mean of their conclusions to the output channel. Other delimiters hold the conclusion too, and nobody reads them.
+* Head 3 of layer 0 lets filler tokens look at what precedes them (position dependent, through a rotating pair of
+  channels), so that caches and positions matter everywhere; delimiters and ``?`` do not take part in it.
 
-Consequences: field-only and trigger-only recovery are exactly 0, the notes row in layer 1 has recovery 1 by its value in stored
-head 1 alone (keys are the same on both sides), rows of layer 0 have 0. The conclusion is decodable at a delimiter from the
-output of layer 0 on and at ``?`` from the output of layer 1; the decision's logit-lens margin is the constant bias before that.
-RoPE acts (channels 0 and 4 of each key rotate), but the channels that carry meaning stand in pairs that do not visibly rotate.
+Consequences: field-only and trigger-only recovery are exactly 0, the notes row in layer 1 has recovery 1 by its value
+in stored head 1 alone (keys are the same on both sides), rows of layer 0 have 0. The conclusion is decodable at a
+delimiter from the output of layer 0 on and at ``?`` from the output of layer 1; the decision's logit-lens margin is the
+constant bias before that. RoPE acts (channels 0 and 4 of each key rotate), but the channels that carry meaning stand in
+pairs that do not visibly rotate.
 """
 
 import math
@@ -76,24 +78,29 @@ def _scale(norm_squared: float) -> float:
 
 
 def tiny_margin(read: float) -> float:
-    """logit(approve) - logit(deny) at the decision when the mean conclusion of the notes is ``read``, in closed form."""
+    """logit(approve) - logit(deny) at the decision when the notes' mean conclusion is ``read``, in closed form."""
     out = _BIAS + _G * read
     return 2 * _W * out * _scale(D_MODEL - _BIAS**2 + out**2)
 
 
 LENS_MARGIN_BEFORE = 2 * _W * _BIAS * _scale(D_MODEL)
-"""logit(approve) - logit(deny) read from the embedding and from the output of layer 0 at the decision, for every prompt."""
+"""logit(approve) - logit(deny) at the decision, read from the embedding or the output of layer 0, any prompt."""
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------
 
 
-@cache
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def new_tokenizer() -> PreTrainedTokenizerFast:
     """Word-level tokenizer, words separated by white space, no special tokens, no chat template."""
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="unk"))
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the tiny prompts; shared."""
+    return new_tokenizer()
 
 
 def ids_of(words: Sequence[str]) -> tuple[int, ...]:
@@ -262,10 +269,10 @@ def tiny_hf(*, reads_notes: bool = True, reads_field: bool = False) -> LlamaForC
 
 
 def wrapped(hf: Any, name: str, **options: Any) -> Any:
-    """The model behind the library's protocol, with the tiny tokenizer."""
+    """The model behind the library's protocol, with a tokenizer of its own."""
     from notelens.models.load import wrap
 
-    return wrap(hf, tiny_tokenizer(), name=name, **options)
+    return wrap(hf, new_tokenizer(), name=name, **options)
 
 
 @cache
@@ -276,7 +283,7 @@ def tiny_model() -> Any:
 
 @cache
 def broken_direct() -> Any:
-    """The decision token reads field and trigger itself: field-only and trigger-only recovery 1, notes 0, commit at 1."""
+    """The decision token reads field and trigger itself: field- and trigger-only recovery 1, notes 0, commit at 1."""
     return wrapped(tiny_hf(reads_notes=False, reads_field=True), "tiny-direct")
 
 
@@ -346,7 +353,7 @@ def tiny_prompt(labelled: Sequence[tuple[str, str]], *, id: str) -> Prompt:
 def tiny_words(
     form: str, cell: Cell, *, family: str = "parcel", index: int = 0, seed: int = 0, n_notes: int = 1
 ) -> list[tuple[str, str]]:
-    """(word, region) pairs of one cell. Fillers depend on family, index and seed only, so cells and forms share them."""
+    """(word, region) pairs of one cell. Fillers depend on family, index and seed only: cells and forms share them."""
     rng = random.Random(f"tiny/{seed}/{family}/{index}")
 
     def line(end: str) -> list[tuple[str, str]]:

@@ -1,34 +1,25 @@
-"""Isolated swaps, batched over one shared base cache.
+"""Swaps of cached rows, all of them in one batch over one shared base cache.
 
-An isolated swap replaces rows of cached keys and values and runs only the reader. With B patches of the same recipient the
-readers differ in nothing but the patched rows, so no cache is copied: the scores of all readers against the base keys are
-one matrix product per key-value head, the patched columns get the donor's scores before the softmax, and the output is
-``probs @ V_base`` plus the donor-minus-base correction on the patched columns. This equals running each reader on its own
-patched cache up to rounding. Nothing is subtracted after the softmax, so attention sinks do not cancel.
-
-The engine goes through transformers' public attention interface and a cache object of ours; the model's own attention is
-restored afterwards, also after an exception.
+*Isolated* swap: rows of keys and values are replaced and only the reader runs; every other row stays. *In-forward* swap: rows
+are replaced while the prompt is being prefilled, so that later rows and layers are computed from the replaced ones. Both are
+exact up to rounding; :mod:`notelens.intervene.kernel` has the arithmetic.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
-from notelens.cache.hf import ReadOnlyCache
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import Parts, check_aligned
-from notelens.errors import NonFiniteError, PatchError, UnsupportedModelError
+from notelens.errors import NonFiniteError, PatchError
+from notelens.intervene.kernel import Batch, RowPatches, engine_attention, run_readers
 from notelens.models.base import NoteModel
 
-KERNEL = "notelens_swap"
+Mode = Literal["isolated", "in_forward"]
 DEFAULT_BUDGET_BYTES = 256 * 2**20
 MAX_CHUNK = 512
 
@@ -43,6 +34,7 @@ class Site:
         kv_heads: key-value heads; all when ``None``.
         parts: keys, values, or both.
         donor: index into the donors of the call.
+        reader: index into the readers of the call.
     """
 
     positions: tuple[int, ...]
@@ -50,6 +42,7 @@ class Site:
     kv_heads: tuple[int, ...] | None = None
     parts: Parts = "kv"
     donor: int = 0
+    reader: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,11 @@ class Reader:
 
     @classmethod
     def last(cls, cache: KVCache, answer_ids: Sequence[int], n: int = 1) -> "Reader":
-        """The last ``n`` tokens of ``cache``, re-run on the rows in front of them."""
+        """The last ``n`` tokens of ``cache``, re-run on the rows in front of them.
+
+        Raises:
+            PatchError: nothing would be left to read.
+        """
         if not 0 < n < len(cache):
             raise PatchError(f"a reader of {n} tokens on a cache of {len(cache)} rows leaves nothing to read")
         return cls(len(cache) - n, cache.token_ids[-n:], tuple(answer_ids))
@@ -80,193 +77,132 @@ class SwapEffects:
 
     Attributes:
         logits: ``[site, answer]`` float32, in the order of the sites.
-        baseline: ``[answer]`` float32, the unpatched recipient run in the same way.
-        mode: always ``"isolated"``: rows are replaced and only the reader runs.
-        n_readers: readers actually run, the baseline included (sites whose rows equal the recipient's bit for bit return
-            the baseline without a run).
+        baselines: ``[reader, answer]`` float32, the unpatched recipient run in the same way.
+        mode: ``isolated`` or ``in_forward``.
+        n_readers: readers actually run, baselines included (sites whose rows equal the recipient's bit for bit return the
+            baseline itself without a run).
+        n_tokens: tokens actually run.
     """
 
     logits: Float[Tensor, "site answer"]
-    baseline: Float[Tensor, " answer"]
-    mode: str
+    baselines: Float[Tensor, "reader answer"]
+    mode: Mode
     n_readers: int
+    n_tokens: int
+
+    @property
+    def baseline(self) -> Float[Tensor, " answer"]:
+        """Logits of the unpatched recipient, where there is one reader."""
+        if len(self.baselines) != 1:
+            raise PatchError(f"there are {len(self.baselines)} readers; use baselines")
+        return self.baselines[0]
 
 
 @dataclass(frozen=True)
-class _Patches:
-    """Flat list of (reader, row) pairs of one chunk, with what applies to each."""
+class _Live:
+    """A site that changes something: its place in the result, its rows, where its run starts and in which layer."""
 
-    reader: Tensor
-    row: Tensor
-    donor: Tensor
-    low: Tensor
-    high: Tensor
-    use_k: Tensor
-    use_v: Tensor
-    heads: Tensor  # [pair, kv_head] bool
-
-    def at(self, layer: int) -> "_Patches | None":
-        """The pairs that are active in a layer; ``None`` when there are none."""
-        chosen = ((self.low <= layer) & (layer < self.high)).nonzero()[:, 0]
-        if len(chosen) == len(self.low):
-            return self
-        if len(chosen) == 0:
-            return None
-        return _Patches(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+    index: int
+    site: Site
+    rows: tuple[int, ...]
+    low: int
+    start: int
+    ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """State that the attention function reads while a chunk is running."""
+def swap_effects(
+    model: NoteModel,
+    recipient: KVCache,
+    donors: Sequence[KVCache],
+    sites: Sequence[Site],
+    reader: Reader | Sequence[Reader],
+    *,
+    mode: Mode = "isolated",
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    max_chunk: int = MAX_CHUNK,
+) -> SwapEffects:
+    """Answer logits of the readers on ``recipient`` with each site's rows taken from its donor.
 
-    base: KVCache
-    n_base: int
-    donors: Sequence[KVCache]
-    patches: _Patches | None
-    windows: tuple[int | None, ...]
-    query_positions: Tensor
-    calls: list[int]
+    Args:
+        model: runs the readers; its attention must go through transformers' attention interface.
+        recipient: base cache; read once per layer for all sites, never copied or changed.
+        donors: caches aligned with ``recipient`` (same length and positions).
+        sites: what to replace; each is one patched reader.
+        reader: tokens to run and answers to read; several must have the same number of answers.
+        mode: ``isolated`` runs the reader only; ``in_forward`` re-runs everything from the first patched row on, with the
+            patched rows held at the donor's (whole rows: keys and values of all heads).
+        budget_bytes: bound on attention scores and activations of one chunk of readers.
+        max_chunk: most readers in one chunk.
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention of all readers of a chunk.
+    Returns:
+        Logits per site in the given order, and those of the unpatched recipient. Rows that equal the recipient's bit for
+        bit are not patched; a site of such rows only returns the baseline itself.
 
-        Args:
-            query: ``[batch, head, query, d_key]``.
-            key, value: the readers' own new rows, ``[batch, kv_head, query, width]``.
+    Raises:
+        PatchError: caches are not aligned, a site is out of range, or a reader does not fit.
+        UnsupportedModelError: the model's attention did not go through the interface.
+        NonFiniteError: a logit is NaN or infinite.
 
-        Returns:
-            ``[batch, head, query, d_value]``.
-        """
-        self.calls[layer] += 1
-        base_k, base_v = self.base.keys[layer][:, : self.n_base], self.base.values[layer][:, : self.n_base]
-        batch, n_heads, n_query, d_key = query.shape
-        n_kv = base_k.shape[0]
-        per_kv = n_heads // n_kv * n_query  # query rows that read one stored head, for one reader
-        grouped = query.reshape(batch, n_kv, per_kv, d_key).transpose(0, 1)
-        scores = torch.bmm(grouped.reshape(n_kv, batch * per_kv, d_key), base_k.transpose(1, 2)).float()
-        scores = scores.view(n_kv, batch, per_kv, self.n_base)
-        patches = self.patches.at(layer) if self.patches is not None else None
-        new_v: Tensor | None = None
-        if patches is not None:
-            new_k, new_v = self._donor_rows(patches, layer)
-            patched = torch.einsum("hmgd,hmd->mhg", grouped[:, patches.reader], new_k).float()
-            scores[:, patches.reader, :, patches.row] = patched
-        own = torch.einsum("bhgd,bhrd->hbgr", query.reshape(batch, n_kv, per_kv, d_key), key).float()
-        scores, own = scores.mul_(scaling), own.mul_(scaling)
-        if softcap is not None:
-            scores, own = torch.tanh(scores / softcap) * softcap, torch.tanh(own / softcap) * softcap
-        self._mask_(scores, own, layer, n_query)
-        top = torch.maximum(scores.amax(-1, keepdim=True), own.amax(-1, keepdim=True))
-        if sinks is not None:
-            sink = sinks.float().view(n_kv, 1, n_heads // n_kv, 1).expand(-1, batch, -1, n_query)
-            sink = sink.reshape(n_kv, batch, per_kv, 1)
-            top = torch.maximum(top, sink)
-        scores, own = scores.sub_(top).exp_(), own.sub_(top).exp_()
-        total = scores.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + (sink - top).exp()
-        weights = (scores / total).to(base_v.dtype)
-        out = torch.bmm(weights.view(n_kv, batch * per_kv, self.n_base), base_v).view(n_kv, batch, per_kv, -1)
-        out = out + torch.einsum("hbgr,bhrd->hbgd", (own / total).to(value.dtype), value)
-        if patches is not None and new_v is not None:
-            old_v = base_v[:, patches.row]
-            moved = weights[:, patches.reader, :, patches.row]  # [pair, kv_head, query row]
-            delta = torch.einsum("mhg,hmd->hmgd", moved, new_v - old_v)
-            out = out.index_add(1, patches.reader, delta)
-        return out.transpose(0, 1).reshape(batch, n_heads, n_query, -1)
-
-    def _donor_rows(self, patches: _Patches, layer: int) -> tuple[Tensor, Tensor]:
-        """Rows that replace the base rows of the pairs: keys and values ``[kv_head, pair, width]``."""
-        rows: list[Tensor] = []
-        for name, use in (("keys", patches.use_k), ("values", patches.use_v)):
-            base = getattr(self.base, name)[layer]
-            if len(self.donors) == 1:
-                new = getattr(self.donors[0], name)[layer][:, patches.row]
-            else:
-                stacked = torch.stack([getattr(d, name)[layer] for d in self.donors])
-                new = stacked[patches.donor, :, patches.row].transpose(0, 1)
-            wanted = (patches.heads & use[:, None]).T[:, :, None]
-            rows.append(new if bool(wanted.all()) else torch.where(wanted, new, base[:, patches.row]))
-        return rows[0], rows[1]
-
-    def _mask_(self, scores: Tensor, own: Tensor, layer: int, n_query: int) -> None:
-        """Causality among the reader's own tokens and the layer's sliding window, in place."""
-        window = self.windows[layer]
-        query = self.query_positions.repeat(scores.shape[2] // n_query)
-        if n_query > 1:
-            offset = query[:, None] - self.query_positions[None, :]
-            hidden = offset < 0 if window is None else (offset < 0) | (offset >= window)
-            own.masked_fill_(hidden, float("-inf"))
-        if window is not None:
-            distance = query[:, None] - self.base.positions[: self.n_base].to(query.device)[None, :]
-            scores.masked_fill_(distance >= window, float("-inf"))
+    Cost: isolated, one reader per site over shared rows (a position map of a prompt costs about one prefill of it);
+    in-forward, the suffix behind the site's first row. No cache is copied; only answer rows of the unembedding are computed;
+    layers below a chunk's first patched one are run once.
+    """
+    readers = [reader] if isinstance(reader, Reader) else list(reader)
+    _check(model, recipient, donors, sites, readers, mode)
+    changed = [_changed_rows(recipient, d) for d in donors]
+    live = [entry for i, site in enumerate(sites) if (entry := _live(i, site, recipient, changed, readers, mode))]
+    # readers of one chunk must have the same tokens to run and the same rows to see; low layers first to share them
+    live.sort(key=lambda e: (e.start, len(e.ids), e.low, e.site.reader))
+    width = len(readers[0].answer_ids)
+    out, base = torch.empty(len(sites), width), torch.empty(len(readers), width)
+    n_tokens = 0
+    with torch.no_grad(), engine_attention(model):
+        for i, one in enumerate(readers):
+            base[i] = _run(model, recipient, donors, [_Live(0, Site((), reader=i), (), 0, one.start, one.token_ids)], readers)
+            n_tokens += len(one.token_ids)
+        for i, site in enumerate(sites):
+            out[i] = base[site.reader]
+        for part in _chunks(model, live, budget_bytes, max_chunk):
+            out[[e.index for e in part]] = _run(model, recipient, donors, part, readers)
+            n_tokens += sum(len(e.ids) for e in part)
+    if not bool(torch.isfinite(out).all() and torch.isfinite(base).all()):
+        raise NonFiniteError("answer logits are not finite; check the model's dtype and the caches for overflow")
+    return SwapEffects(out, base, mode, len(live) + len(readers), n_tokens)
 
 
-_ACTIVE: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("notelens_swap_run", default=None)
-
-
-def _swap_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The function registered with transformers; other keywords (dropout, window) are the engine's business."""
-    run = _ACTIVE.get()
-    if run is None:
-        raise PatchError(f"attention {KERNEL!r} only runs inside swap_effects; set another attention implementation")
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise UnsupportedModelError(f"{type(module).__name__} has no layer index; the engine cannot tell its layer")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = run.attend(layer, query, key, value, scale, softcap, s_aux)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The engine masks by itself."""
-
-
-AttentionInterface.register(KERNEL, _swap_attention)
-AttentionMaskInterface.register(KERNEL, _no_mask)
-
-
-@contextlib.contextmanager
-def _attention(hf: Any) -> Iterator[None]:
-    """Switch a transformers model to the engine's attention, and back in any case."""
-    before = hf.config._attn_implementation
-    hf.set_attn_implementation(KERNEL)
-    try:
-        yield
-    finally:
-        hf.set_attn_implementation(before)
-
-
-def _check(model: NoteModel, recipient: KVCache, donors: Sequence[KVCache], sites: Sequence[Site], reader: Reader) -> None:
-    n_layers = model.geometry.n_layers
+def _check(
+    model: NoteModel,
+    recipient: KVCache,
+    donors: Sequence[KVCache],
+    sites: Sequence[Site],
+    readers: Sequence[Reader],
+    mode: Mode,
+) -> None:
+    n_layers, n_kv = model.geometry.n_layers, recipient.keys[0].shape[0]
+    if mode not in ("isolated", "in_forward"):
+        raise PatchError(f"unknown mode {mode!r}; known: isolated, in_forward")
     if recipient.n_layers != n_layers:
         raise PatchError(f"the cache has {recipient.n_layers} layers, the model {n_layers}; use a cache of this model")
-    if not reader.token_ids or not reader.answer_ids:
-        raise PatchError("a reader needs at least one token and one answer id")
-    if not 0 < reader.start <= len(recipient):
-        raise PatchError(f"the reader starts behind {reader.start} rows of a cache that has {len(recipient)}")
+    if not readers or len({len(r.answer_ids) for r in readers}) != 1:
+        raise PatchError("give at least one reader; several must read the same number of answers")
+    for reader in readers:
+        if not reader.token_ids or not reader.answer_ids:
+            raise PatchError("a reader needs at least one token and one answer id")
+        if not 0 < reader.start <= len(recipient):
+            raise PatchError(f"the reader starts behind {reader.start} rows of a cache that has {len(recipient)}")
+        if mode == "in_forward" and recipient.next_position != len(recipient):
+            raise PatchError("in-forward swaps re-run the prompt, so the cache must hold every row from position 0 on")
     for donor in donors:
         check_aligned(recipient, donor)
-    n_kv = recipient.keys[0].shape[0]
     for site in sites:
+        if not 0 <= site.reader < len(readers):
+            raise PatchError(f"site names reader {site.reader} of {len(readers)}")
         if site.positions and not 0 <= site.donor < len(donors):
             raise PatchError(f"site names donor {site.donor} of {len(donors)}")
-        bad = [p for p in site.positions if not 0 <= p < reader.start]
+        start = readers[site.reader].start
+        bad = [p for p in site.positions if not 0 <= p < start]
         if bad:
-            raise PatchError(f"position {bad[0]} is outside the rows that the reader sees (0..{reader.start - 1})")
+            raise PatchError(f"position {bad[0]} is outside the rows that the reader sees (0..{start - 1})")
         low, high = site.layers or (0, n_layers)
         if not 0 <= low < high <= n_layers:
             raise PatchError(f"layer band [{low}, {high}) of {n_layers} layers is empty or out of range")
@@ -276,153 +212,93 @@ def _check(model: NoteModel, recipient: KVCache, donors: Sequence[KVCache], site
                 f"key-value head {heads[0] if heads else '()'} does not exist: the model stores {n_kv} key-value heads "
                 "(query heads share them)"
             )
+        if site.parts not in ("kv", "k", "v"):
+            raise PatchError(f"parts {site.parts!r} are unknown; known: 'kv', 'k', 'v'")
+        if mode == "in_forward" and (site.kv_heads is not None or site.parts != "kv"):
+            raise PatchError("in-forward swaps replace whole rows; leave kv_heads and parts at their defaults")
 
 
 def _changed_rows(recipient: KVCache, donor: KVCache) -> Tensor:
-    """Which rows differ at all, per layer and part: ``[2, layer, pos]`` bool."""
+    """Which rows differ at all, per part, layer and key-value head: ``[2, layer, kv_head, pos]`` bool on the CPU."""
     return torch.stack(
         [
-            torch.stack([(a != b).any(-1).any(0) for a, b in zip(x, y, strict=True)])
+            torch.stack([(a != b).any(-1) for a, b in zip(x, y, strict=True)])
             for x, y in ((recipient.keys, donor.keys), (recipient.values, donor.values))
         ]
-    )
+    ).cpu()
 
 
-def swap_effects(
-    model: NoteModel,
-    recipient: KVCache,
-    donors: Sequence[KVCache],
-    sites: Sequence[Site],
-    reader: Reader,
-    *,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
-) -> SwapEffects:
-    """Answer logits of the reader on ``recipient`` with each site's rows taken from its donor (isolated swaps).
-
-    Args:
-        model: runs the reader; its attention must go through transformers' attention interface.
-        recipient: base cache; read once per layer for all sites, never copied or changed.
-        donors: caches aligned with ``recipient`` (same length and positions).
-        sites: what to replace; each is one patched reader.
-        reader: tokens to run and answers to read.
-        budget_bytes: bound on the attention scores and activations of one chunk of readers.
-
-    Returns:
-        Logits per site in the given order, and those of the unpatched recipient. Rows that equal the recipient's bit for
-        bit are not patched; a site of such rows only returns the baseline itself.
-
-    Raises:
-        PatchError: caches are not aligned, a site is out of range, or the reader does not fit.
-        UnsupportedModelError: the model's attention did not go through the interface.
-        NonFiniteError: a logit is NaN or infinite.
-
-    Cost: one reader's forward per site; no cache copy; only the answer rows of the unembedding.
-    """
-    _check(model, recipient, donors, sites, reader)
-    n_layers, n_kv = model.geometry.n_layers, recipient.keys[0].shape[0]
-    changed = [_changed_rows(recipient, d).cpu() for d in donors]
-    live: list[tuple[int, Site, list[int]]] = []
-    for index, site in enumerate(sites):
-        low, high = site.layers or (0, n_layers)
-        if site.positions:
-            which = [i for i, part in enumerate("kv") if part in site.parts]
-            moved = changed[site.donor][which, low:high].any(0).any(0)
-            rows = [p for p in sorted(set(site.positions)) if bool(moved[p])]
-            if rows:
-                live.append((index, site, rows))
-    live.sort(key=lambda entry: (entry[1].layers or (0, n_layers))[0])
-    chunk = _chunk_size(model, reader, budget_bytes)
-    out = torch.empty(len(sites), len(reader.answer_ids))
-    with torch.no_grad(), _attention(model.hf):
-        baseline = _run_chunk(model, recipient, donors, [], reader, n_layers, n_kv)[0]
-        out[:] = baseline
-        for start in range(0, len(live), chunk):
-            part = live[start : start + chunk]
-            logits = _run_chunk(model, recipient, donors, part, reader, n_layers, n_kv)
-            out[[index for index, _, _ in part]] = logits
-    if not bool(torch.isfinite(out).all() and torch.isfinite(baseline).all()):
-        raise NonFiniteError("answer logits are not finite; check the model's dtype and the caches for overflow")
-    return SwapEffects(out, baseline, "isolated", len(live) + 1)
+def _live(
+    index: int, site: Site, recipient: KVCache, changed: Sequence[Tensor], readers: Sequence[Reader], mode: Mode
+) -> _Live | None:
+    """What has to be run for a site; ``None`` where its rows equal the recipient's."""
+    if not site.positions:
+        return None
+    low, high = site.layers or (0, recipient.n_layers)
+    which = [i for i, part in enumerate("kv") if part in site.parts]
+    moved = changed[site.donor][which, low:high].any(0).any(0)
+    moved = (moved if site.kv_heads is None else moved[list(site.kv_heads)]).any(0)
+    rows = tuple(p for p in sorted(set(site.positions)) if bool(moved[p]))
+    if not rows:
+        return None
+    reader = readers[site.reader]
+    if mode == "isolated":
+        return _Live(index, site, rows, low, reader.start, reader.token_ids)
+    return _Live(index, site, rows, low, rows[0], (*recipient.token_ids[rows[0] : reader.start], *reader.token_ids))
 
 
-def _chunk_size(model: NoteModel, reader: Reader, budget_bytes: int) -> int:
-    """Readers whose scores and activations fit the budget (float32 scores, twice for temporaries)."""
-    layer = model.geometry.layers[0]
-    n_query = len(reader.token_ids)
-    scores = 3 * 4 * layer.n_heads * n_query * reader.start
-    hidden = 4 * n_query * 12 * model.geometry.d_model
-    return max(1, min(MAX_CHUNK, budget_bytes // (scores + hidden)))
+def _chunks(model: NoteModel, live: Sequence[_Live], budget_bytes: int, max_chunk: int) -> list[list[_Live]]:
+    """Neighbours that share start and length, as many as fit the budget."""
+    layer, out = model.geometry.layers[0], list[list[_Live]]()
+    used, size = 0, torch.finfo(model.dtype).bits // 8
+    for entry in live:
+        n_query = len(entry.ids)
+        scores = 2 * 4 * layer.n_heads * n_query * (entry.start + n_query)
+        rows = size * len(entry.rows) * layer.n_kv_heads * (3 * layer.d_key + 3 * layer.d_value)
+        cost = scores + rows + 4 * size * n_query * 4 * model.geometry.d_model
+        fits = out and len(out[-1]) < max_chunk and used + cost <= budget_bytes
+        if fits and (out[-1][0].start, len(out[-1][0].ids)) == (entry.start, n_query):
+            out[-1].append(entry)
+            used += cost
+        else:
+            out.append([entry])
+            used = cost
+    return out
 
 
-def _run_chunk(
-    model: NoteModel,
-    recipient: KVCache,
-    donors: Sequence[KVCache],
-    part: Sequence[tuple[int, Site, list[int]]],
-    reader: Reader,
-    n_layers: int,
-    n_kv: int,
+def _run(
+    model: NoteModel, recipient: KVCache, donors: Sequence[KVCache], part: Sequence[_Live], readers: Sequence[Reader]
 ) -> Tensor:
-    """Answer logits ``[len(part) or 1, answer]`` of one chunk of patched readers, or of the unpatched one."""
-    device = recipient.device
-    patches: _Patches | None = None
-    first = 0
-    if part:
-        pairs = [(i, row, site) for i, (_, site, rows) in enumerate(part) for row in rows]
+    """Answer logits ``[entry, answer]`` of one chunk."""
+    device, n_layers, n_kv = recipient.device, model.geometry.n_layers, recipient.keys[0].shape[0]
+    first = part[0]
+    begin = int(recipient.positions[first.start - 1]) + 1 if first.start else int(recipient.positions[0])
+    positions = torch.arange(begin, begin + len(first.ids), device=device)[None]
+    pairs = [(i, row, e.site) for i, e in enumerate(part) for row in e.rows]
+    rows: RowPatches | None = None
+    if pairs:
         bands = [site.layers or (0, n_layers) for _, _, site in pairs]
-        first = min(low for low, _ in bands)
-        heads = torch.tensor([[site.kv_heads is None or h in site.kv_heads for h in range(n_kv)] for _, _, site in pairs])
+        every = all(site.kv_heads is None for _, _, site in pairs)
+        heads = [[every or site.kv_heads is None or h in site.kv_heads for h in range(n_kv)] for _, _, site in pairs]
 
-        def column(values: list[Any]) -> Tensor:
+        def column(values: Sequence[int | bool | list[bool]]) -> Tensor:
             return torch.tensor(values, device=device)
 
-        patches = _Patches(
-            column([i for i, _, _ in pairs]),
-            column([row for _, row, _ in pairs]),
-            column([site.donor for _, _, site in pairs]),
-            column([low for low, _ in bands]),
-            column([high for _, high in bands]),
-            column(["k" in site.parts for _, _, site in pairs]),
-            column(["v" in site.parts for _, _, site in pairs]),
-            heads.to(device),
+        rows = RowPatches(
+            reader=column([i for i, _, _ in pairs]),
+            row=column([row for _, row, _ in pairs]),
+            donor=column([site.donor for _, _, site in pairs]),
+            low=column([low for low, _ in bands]),
+            high=column([high for _, high in bands]),
+            use_k=column(["k" in site.parts for _, _, site in pairs]),
+            use_v=column(["v" in site.parts for _, _, site in pairs]),
+            heads=column(heads),
         )
-    batch, n_query = max(1, len(part)), len(reader.token_ids)
-    begin = int(recipient.positions[reader.start - 1]) + 1
-    positions = torch.arange(begin, begin + n_query, device=device)
-    windows = tuple(layer.window for layer in model.geometry.layers)
-    run = _Run(recipient, reader.start, donors, patches, windows, positions, [0] * n_layers)
-    shared = 1 if first > 0 else batch  # layers below the first patched one are run once for all readers
-    ids = torch.tensor(reader.token_ids, device=device).expand(shared, -1)
-    token = _ACTIVE.set(run)
-    try:
-        with _expand_at(model.family.layers(model.hf)[first], batch) if first > 0 else contextlib.nullcontext():
-            hidden = model.family.decoder(model.hf)(
-                input_ids=ids,
-                position_ids=positions[None],
-                past_key_values=ReadOnlyCache(reader.start),
-                use_cache=True,
-            ).last_hidden_state
-    finally:
-        _ACTIVE.reset(token)
-    if run.calls != [1] * n_layers:
-        raise UnsupportedModelError(
-            f"{model.name}: the patch engine was called {run.calls} times per layer instead of once; this model's attention "
-            "does not go through transformers' attention interface, so isolated swaps cannot be measured on it"
-        )
-    return model.answer_logits(hidden[:, -1], reader.answer_ids).float().cpu()
-
-
-@contextlib.contextmanager
-def _expand_at(layer: torch.nn.Module, batch: int) -> Iterator[None]:
-    """Repeat the hidden states for all readers where they enter ``layer``."""
-
-    def expand(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (args[0].expand(batch, -1, -1), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": kwargs["hidden_states"].expand(batch, -1, -1)}
-
-    handle = layer.register_forward_pre_hook(expand, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    batch = Batch(recipient, first.start, positions, donors=donors, rows=rows)
+    same = all(e.ids == first.ids for e in part)
+    ids = torch.tensor([first.ids] if same else [e.ids for e in part], device=device)
+    hidden = run_readers(model, batch, ids, n_readers=len(part), first_layer=min(e.low for e in part) if same else 0)
+    answers = [readers[e.site.reader].answer_ids for e in part]
+    if all(a == answers[0] for a in answers):
+        return model.answer_logits(hidden, answers[0]).float().cpu()
+    return torch.stack([model.answer_logits(h, a) for h, a in zip(hidden, answers, strict=True)]).float().cpu()

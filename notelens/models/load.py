@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KERNELS = ("sdpa", "eager")
-GATED_SOURCES = ("cache/hf.py", "cache/ops.py", "intervene/engine.py", "models/gate.py", "models/model.py", "rope.py")
+GATED_SOURCES = ("cache/hf.py", "cache/ops.py", "intervene/engine.py", "intervene/kernel.py", "models/gate.py", "models/model.py", "rope.py")
 
 
 def default_cache_dir() -> Path:

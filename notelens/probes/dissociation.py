@@ -1,7 +1,7 @@
 """Dissociation of field and conclusion: the field stays byte for byte, the rule turns the conclusion over.
 
-Claim: what is cached is the conclusion, not the field's value: with an unchanged field, the rows of the changed rule tokens
-alone recover nothing, the rows behind them everything.
+Claim: what is cached is the conclusion, not the field's value: with an unchanged field, the rows of the changed rule
+tokens alone recover nothing, the rows behind them everything. Denoising says *sufficient*, noising *necessary*.
 
 Falsifier: trigger-only recovery clearly above 0, or notes recovery clearly below 1.
 
@@ -14,8 +14,8 @@ Sites of one pair along the trigger axis (the decision token is the reader and i
 * ``full``: every row from the first differing token on, which is the donor's cache and must give 1.
 
 Rule forms: ``polarity`` (one named value, "if the label is X then ..., otherwise ..."), ``swapped`` (two clauses whose
-actions change places) and ``negated`` ("if the label is not X ..."). The last two keep the conclusion from being told by
-whether the rule repeats the field's token.
+actions change places) and ``negated`` ("if the label is not X ..."). In ``swapped`` the rule names both values, so the
+conclusion cannot be told from whether it repeats the field's token.
 
 Cost for each pair: 2 prefills and 14 one-token readers.
 """
@@ -75,7 +75,7 @@ class Dissociation(Probe):
 
     name = "dissociation"
     paper_ref = "app:deepmech (i), tab:deepmech"
-    claim = "With the field byte-identical, the changed rule tokens alone recover nothing, the notes behind them everything."
+    claim = "With an identical field, the changed rule tokens alone recover nothing, the notes behind them everything."
     falsifier = "Trigger-only recovery clearly above 0, or notes recovery clearly below 1."
 
     def __init__(self, *, forms: Sequence[str] = FORMS, pairs_per_instance: int = 2) -> None:
@@ -119,9 +119,11 @@ class Dissociation(Probe):
                 lines += mean_lines(name, chosen, metrics, params=params, control=control, seed=seed)
         for params, chosen in groups:
             lines += rate_lines(name, chosen, {"notes_flipped": "flip_rate"}, params=params)
-            lines += rate_lines(name, chosen, {"competent": "competence"}, include_excluded=True, params=params)
         for site in SITES:
             lines += rate_lines(name, rows, {f"{site}_flipped": "flip_rate"}, params={"site": site})
             metrics = {f"{site}_probability": "patched_probability"}
             lines += mean_lines(name, rows, metrics, unit="probability", params={"site": site}, seed=seed)
-        return lines + ends_lines(name, rows, seed=seed)[3:]
+        lines += ends_lines(name, rows, seed=seed)
+        for params, chosen in groups[1:]:
+            lines += rate_lines(name, chosen, {"competent": "competence"}, include_excluded=True, params=params)
+        return lines

@@ -1,7 +1,7 @@
 """Locality: does the decision read the field, or what was written behind it?
 
 Claim: putting the new field's own rows into a stale cache changes nothing, putting every later row there changes the
-decision completely. Denoising says what is *sufficient* for the new decision, noising what is *necessary* for keeping it.
+decision completely. Denoising says what is *sufficient* for the new decision, noising what is *necessary* to keep it.
 
 Falsifier: field-only recovery clearly above 0, or full-downstream recovery clearly below 1.
 
@@ -9,8 +9,8 @@ Sites of one pair along the field axis (the decision token itself is the reader 
 
 * ``field_only``: the rows of the field;
 * ``full_downstream``: every later row that is not the field's;
-* ``full``: both. The rows in front of the field have seen the same tokens on both sides, so this is the donor's cache and
-  recovery must be 1 up to rounding; ``identity_rate`` says for how many rows it is (quantised caches fail here).
+* ``full``: both. The rows in front of the field have seen the same tokens on both sides, so this is the donor's cache
+  and recovery must be 1 up to rounding; ``identity_rate`` says for how many rows it is (quantised caches fail here).
 
 Cost for each pair: 2 prefills and 10 one-token readers.
 """
@@ -29,6 +29,7 @@ from notelens.probes.base import (
     check_pairs,
     end_values,
     ends_lines,
+    field_and_downstream,
     mean_lines,
     pair_meta,
     pairs_along,
@@ -46,10 +47,8 @@ IDENTITY_TOLERANCE = 0.02
 
 def locality_sites(pair: Pair) -> tuple[Site, ...]:
     """The three sites of a pair along the field axis, in the order of :data:`SITES`."""
-    field = sorted({*pair.old.positions("field"), *pair.new.positions("field")})
-    first = pair.differing[0]
-    downstream = tuple(p for p in range(first, pair.old.decision) if p not in field)
-    return Site(tuple(field)), Site(downstream), Site((*field, *downstream))
+    field, downstream = field_and_downstream(pair)
+    return Site(field), Site(downstream), Site((*field, *downstream))
 
 
 class Locality(Probe):

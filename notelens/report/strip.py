@@ -1,6 +1,6 @@
 """Figure 4: the prompt itself, every token coloured by what patching that one position does to the decision."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib import colormaps
@@ -11,7 +11,9 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
+from notelens.prompt import Prompt
 from notelens.report import style as s
 
 FONT = 7.8
@@ -46,6 +48,13 @@ class Strip:
     trigger: frozenset[int] = frozenset()
     rule: frozenset[int] = frozenset()
     note: str = ""
+
+    @classmethod
+    def of(cls, prompt: Prompt, effects: Mapping[int, float], *, title: str, note: str = "") -> "Strip":
+        """The strip of a prompt; ``effects`` by position, positions it lacks were not patched."""
+        marks = {n: frozenset(prompt.positions(n)) for n in ("field", "trigger", "rule") if n in prompt.spans}
+        values = tuple(effects.get(p) for p in range(len(prompt)))
+        return cls(title, prompt.tokens, values, note=note, **marks)
 
 
 @dataclass(frozen=True)
@@ -195,9 +204,9 @@ def _luminance(colour: object) -> float:
 
 def _legend(figure: Figure, strips: Sequence[Strip], norm: TwoSlopeNorm) -> None:
     height = figure.get_size_inches()[1]
-    bar = s.place(figure, LEFT, height - 0.56, 2.6, 0.11)
+    bar = s.place(figure, LEFT + 0.16, height - 0.56, 2.6, 0.11)
     label = "recovery when only this position is patched"
-    figure.colorbar(ScalarMappable(norm, CMAP), cax=bar, orientation="horizontal")
+    figure.colorbar(ScalarMappable(norm, CMAP), cax=bar, orientation="horizontal", ticks=MaxNLocator(4))
     bar.set_title(label, fontsize=s.SMALL, loc="left", pad=3)
     bar.tick_params(labelsize=s.SMALL)
     handles: list[Artist] = [Patch(facecolor=UNPATCHED, label="not patched")]

@@ -151,7 +151,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as stream:

@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 
 from notelens.report import style as s
 
-TOP, BOTTOM, LEFT = 0.66, 1.02, 0.62
+TOP, BOTTOM, LEGEND_LINE, LEFT = 0.66, 0.52, 0.16, 0.62
 HEIGHT = 2.75
 ROLES = {
     "own": {"color": s.BLUE, "marker": "o", "linestyle": "-"},
     "split": {"color": s.VERMILLION, "marker": "s", "linestyle": "--"},
+    "cross": {"color": s.GREEN, "marker": "D", "linestyle": "-."},
     "random": {"color": s.MUTED, "marker": "^", "linestyle": ":"},
 }
 
@@ -23,7 +24,8 @@ class Curve:
 
     Attributes:
         label: legend text.
-        role: ``own`` (ranking made on the instance itself), ``split`` (made on the other half) or ``random``.
+        role: who made the ranking: ``own`` (the same pair and direction), ``split`` (the other half of the instances),
+            ``cross`` (the opposite direction), or ``random``.
         x, y: points; x is the number of patched positions, or the layer.
         lo, hi: intervals; ``None`` where there is none.
         n: instances behind the points.
@@ -40,11 +42,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Share:
-    """How often one kind of token is among the strongest positions, against how often it stands in the prompt."""
+    """How often one kind of token is among the strongest positions, against its share of all patched positions."""
 
     label: str
     top: float
     base: float
+    lo: float | None = None
+    hi: float | None = None
 
 
 def draw_topk(
@@ -58,9 +62,9 @@ def draw_topk(
     if not curves:
         return s.message(title, ["no top-k recovery was measured in this run"])
     with s.style():
-        figure = s.new_figure(TOP + HEIGHT + BOTTOM)
+        figure = s.new_figure(TOP + HEIGHT + BOTTOM + LEGEND_LINE * max(len(curves), 2))
         s.heading(figure, title, subtitle)
-        width = s.WIDTH - LEFT - (0.15 if not shares else 2.6)
+        width = s.WIDTH - LEFT - (0.15 if not shares else 2.75)
         axes = s.place(figure, LEFT, TOP, width, HEIGHT)
         ticks = sorted({x for c in curves for x in c.x})
         axes.set_xscale("log", base=2)
@@ -96,26 +100,20 @@ def _curve(axes: Axes, curve: Curve, shift: float) -> None:
 
 def _shares(figure: Figure, shares: Sequence[Share], title: str) -> None:
     """Bars for the strongest positions, ticks for the base rate."""
-    axes = s.place(figure, s.WIDTH - 1.56, TOP + 0.18, 1.44, min(HEIGHT - 1.0, 0.42 * len(shares)))
+    axes = s.place(figure, s.WIDTH - 1.5, TOP + 0.22, 1.38, min(HEIGHT - 0.4, 0.29 * len(shares)))
     ys = list(range(len(shares)))
-    axes.barh(ys, [x.top for x in shares], height=0.6, color=s.BLUE, label="among the strongest")
-    axes.plot(
-        [x.base for x in shares],
-        ys,
-        "|",
-        color=s.ORANGE,
-        markersize=13,
-        markeredgewidth=2.4,
-        label="in the prompt",
-        linestyle="",
-    )
+    axes.barh(ys, [x.top for x in shares], height=0.62, color=s.SKY, label="among the strongest")
+    for y, x in zip(ys, shares, strict=True):
+        if x.lo is not None and x.hi is not None:
+            axes.plot([x.lo, x.hi], [y, y], color=s.INK, linewidth=1.0, zorder=3, solid_capstyle="butt")
+    marks = {"color": s.VERMILLION, "markersize": 10, "markeredgewidth": 2.2, "linestyle": "", "zorder": 4}
+    axes.plot([x.base for x in shares], ys, "|", label="among all positions", **marks)
     axes.set_yticks(ys, [s.drawable(x.label) for x in shares])
-    axes.set(xlim=(0, max(1e-9, 1.08 * max(max(x.top, x.base) for x in shares))), ylim=(len(shares) - 0.45, -0.55))
-    axes.text(1, 1.04, s.drawable(title), transform=axes.transAxes, fontsize=s.SMALL, ha="right", va="bottom")
+    high = max(v for x in shares for v in (x.top, x.base, x.hi or 0.0))
+    axes.set(xlim=(0, max(1e-9, 1.06 * high)), ylim=(len(shares) - 0.45, -0.55))
+    axes.text(1, -0.62, s.drawable(title), transform=axes.get_yaxis_transform(), fontsize=s.SMALL,
+              ha="right", va="bottom")  # fmt: skip
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
     axes.locator_params(axis="x", nbins=4)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1], labels[::-1], loc="upper right", bbox_to_anchor=(1.02, -0.16), handlelength=1.4, borderaxespad=0
-    )
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(0.995, 0.0), handlelength=1.4)

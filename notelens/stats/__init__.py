@@ -9,7 +9,7 @@ Nothing here returns NaN. What is undefined is ``None`` and carries a flag; each
 numpy is the only import; scipy is loaded by the functions that need a t distribution.
 """
 
-from notelens.stats.bootstrap import cluster_bootstrap, paired_difference, rank_correlation
+from notelens.stats.bootstrap import cluster_bootstrap, cluster_statistic, paired_difference, rank_correlation
 from notelens.stats.estimate import (
     BCA_UNDEFINED,
     DEGENERATE_RESAMPLES,
@@ -42,6 +42,7 @@ __all__ = [
     "benjamini_hochberg",
     "cluster_bootstrap",
     "cluster_rate",
+    "cluster_statistic",
     "holm",
     "mcnemar_exact",
     "paired_difference",

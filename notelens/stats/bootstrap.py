@@ -1,7 +1,7 @@
 """Bootstrap intervals that resample whole clusters."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -238,3 +238,57 @@ def rank_correlation(
         return Estimate(value, None, None, n, n_clusters, method, level, tuple(flags))
     lo, hi, used = _interval(value, defined, None, level, ROUNDING, flags)
     return Estimate(value, lo, hi, n, n_clusters, used, level, tuple(flags))
+
+
+def cluster_statistic(
+    totals: Sequence[Sequence[float]] | npt.NDArray[Any],
+    statistic: Callable[[Floats], Floats],
+    n: int,
+    *,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Estimate:
+    """Any statistic of summed totals with a percentile interval that resamples whole clusters.
+
+    For statistics that are not a mean, such as the first layer from which a pooled accuracy stays above a threshold.
+
+    Args:
+        totals: ``[cluster, column]``: what each cluster contributes to the sums (hits per layer, trials, ...).
+        statistic: maps summed totals ``[resample, column]`` to one number each; NaN where it does not exist.
+        n: instances behind the totals, for the estimate.
+        n_resamples: draws of as many clusters as there are, with replacement.
+        seed: of the draws; the clusters' order matters, so pass them sorted by label.
+        level: nominal coverage.
+
+    Returns:
+        The estimate. Resamples in which the statistic does not exist are left out, flagged, and counted in ``method``.
+        One cluster cannot be resampled: then there is no interval.
+
+    Raises:
+        InputError: totals are not a table of finite numbers.
+    """
+    check_level(level)
+    table = np.asarray(totals, dtype=np.float64)
+    if table.ndim != 2 or not np.isfinite(table).all():
+        raise InputError(f"totals have shape {table.shape}; a table of finite numbers is needed, one row per cluster")
+    n_clusters = len(table)
+    if n_clusters == 0:
+        return Estimate(None, None, None, n, 0, "percentile", level, (UNDEFINED,))
+    flags = cluster_flags(n_clusters)
+    value = float(statistic(table.sum(axis=0, keepdims=True))[0])
+    if not math.isfinite(value):
+        return Estimate(None, None, None, n, n_clusters, "percentile", level, (UNDEFINED, *flags))
+    if n_clusters == 1:
+        return Estimate(value, None, None, n, 1, "percentile", level, tuple(flags))
+    blocks = _resamples(n_clusters, n_resamples, seed, table.shape[1])
+    boot = np.concatenate([statistic(weights @ table) for weights in blocks])
+    defined = boot[np.isfinite(boot)]
+    method = "percentile"
+    if len(defined) < len(boot):
+        flags.append(DEGENERATE_RESAMPLES)
+        method += f", undefined in {len(boot) - len(defined)} of {len(boot)} resamples"
+    if len(defined) == 0:
+        return Estimate(value, None, None, n, n_clusters, method, level, tuple(flags))
+    lo, hi, _ = _interval(value, defined, None, level, ROUNDING * max(1.0, abs(value)), flags)
+    return Estimate(value, lo, hi, n, n_clusters, method, level, tuple(flags))

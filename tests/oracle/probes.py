@@ -1,7 +1,7 @@
 """The causal probes written down once more, slowly: a loop of single isolated swaps each.
 
-Everywhere ``answer_ids`` are the first tokens of the answers that are right for the old and for the new prompt, margins are
-logit(donor's answer) - logit(recipient's answer), and a recovery is (patched - recipient) / (donor - recipient).
+Everywhere ``answer_ids`` are the first tokens of the answers that are right for the old and for the new prompt, margins
+are logit(donor's answer) - logit(recipient's answer), and a recovery is (patched - recipient) / (donor - recipient).
 """
 
 from collections.abc import Sequence
@@ -66,10 +66,12 @@ def dissociation(
     answer_ids: tuple[int, int],
     direction: Direction = "denoising",
 ) -> dict[str, float]:
-    """``trigger_only_recovery`` (rows of the trigger) and ``notes_recovery`` (rows behind it); the field is the same."""
+    """``trigger_only_recovery`` (rows of the trigger) and ``notes_recovery`` (rows behind it); same field."""
     behind = downstream(max(trigger_positions), len(old_ids))
     return {
-        "trigger_only_recovery": swap_recovery(hf, old_ids, new_ids, trigger_positions, answer_ids, direction)["recovery"],
+        "trigger_only_recovery": swap_recovery(hf, old_ids, new_ids, trigger_positions, answer_ids, direction)[
+            "recovery"
+        ],
         "notes_recovery": swap_recovery(hf, old_ids, new_ids, behind, answer_ids, direction)["recovery"],
     }
 

@@ -1,8 +1,8 @@
 """The isolated swap, one at a time, with nothing but transformers (DESIGN section 2).
 
-Both prompts are prefilled, the recipient's rows in front of the reader are copied, the chosen rows are overwritten with the
-donor's, and the reader (the last token, or the last few) is run on the copy. All other rows stay as they are. No code is shared
-with the library.
+Both prompts are prefilled, the recipient's rows in front of the reader are copied, the chosen rows are overwritten with
+the donor's, and the reader (the last token, or the last few) is run on the copy. All other rows stay as they are. No
+code is shared with the library.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def swapped_rows(
     heads: Sequence[int] | None = None,
     parts: str = "kv",
 ) -> Rows:
-    """A copy of ``recipient`` with rows of ``donor`` at ``positions``, in a half-open band of layers and in stored heads."""
+    """A copy of ``recipient`` with rows of ``donor`` at ``positions``, in a band of layers and some stored heads."""
     low, high = layers if layers is not None else (0, len(recipient))
     rows = [(k.clone(), v.clone()) for k, v in recipient]
     for layer in range(low, high):
@@ -85,7 +85,9 @@ def loop_isolated_swap(
     start = len(recipient_ids) - n_reader
     if any(not 0 <= pos < start for pos in positions):
         raise ValueError(f"positions {list(positions)} are not all in front of the reader at {start}")
-    recipient, donor = ([(k[:, :start], v[:, :start]) for k, v in prefill_rows(hf, i)] for i in (recipient_ids, donor_ids))
+    recipient, donor = (
+        [(k[:, :start], v[:, :start]) for k, v in prefill_rows(hf, i)] for i in (recipient_ids, donor_ids)
+    )
     rows = swapped_rows(recipient, donor, positions, layers, heads, parts)
     return read(hf, rows, recipient_ids[start:], answer_ids)
 

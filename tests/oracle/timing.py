@@ -36,7 +36,7 @@ def residuals(hf: Any, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def lens_margins(hf: Any, residual: Tensor, answer_ids: tuple[int, int]) -> list[float]:
-    """logit(second) - logit(first) per row of ``residual`` ``[n, d_model]``, through final norm, head and output cap."""
+    """logit(second) - logit(first) per row of ``residual`` ``[n, d_model]``: final norm, head, output cap."""
     logits = hf.lm_head(hf.model.norm(residual.to(hf.lm_head.weight.dtype)))
     cap = getattr(hf.config, "final_logit_softcapping", None)
     if cap is not None:

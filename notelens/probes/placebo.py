@@ -1,0 +1,181 @@
+"""Placebo: rows from a donor that says the same. Whatever this moves is not the note.
+
+Claim: rows behind the field that come from a prompt with the same value and the same conclusion leave the decision.
+
+Falsifier: a placebo recovery that is not small against the recovery of the real donor.
+
+Donors, each in ``params["donor"]``:
+
+* ``other_filler``: the same prompt with irrelevant tokens of the filler exchanged among themselves (digits, or else
+  capitalised words, in reverse order): same length, same bag of tokens, same field, rule and conclusion;
+* ``rerun``: the same prompt, prefilled again in two chunks. It differs by rounding only and is the noise floor;
+* ``same_conclusion``: the prompt in which field *and* rule differ, so that the conclusion is the same. It is a harder
+  placebo than the two above, because its rows hold other copies of the field's and the rule's words, and its own margin
+  differs from the recipient's.
+
+A placebo has no gap of its own: the shift of the margin is divided by the gap of the field pair, so that the numbers
+can be read against locality's. Signs cancel in a mean, hence ``abs_recovery`` beside ``recovery``.
+
+Cost for each pair: 8 prefills (4 of them shared with other probes) and 10 one-token readers.
+"""
+
+from collections.abc import Sequence
+
+from notelens.cache.kv import KVCache
+from notelens.context import Context, ContextStore
+from notelens.errors import InputError
+from notelens.intervene.engine import Site
+from notelens.probes.aggregators import repeats, token_classes
+from notelens.probes.base import (
+    DIRECTIONS,
+    Aggregate,
+    Direction,
+    Item,
+    Json,
+    Probe,
+    Row,
+    check_pairs,
+    end_values,
+    ends,
+    ends_lines,
+    field_and_downstream,
+    margins,
+    mean_lines,
+    pair_meta,
+    pairs_along,
+    rate_lines,
+    swap_pair,
+)
+from notelens.prompt import Prompt
+from notelens.tasks.base import Instance
+
+DONORS = ("other_filler", "rerun", "same_conclusion")
+
+
+class Placebo(Probe):
+    """Rows from donors with the same value and conclusion.
+
+    Args:
+        donors: which placebos, out of ``other_filler``, ``rerun``, ``same_conclusion``.
+        pairs_per_instance: 1 uses the first version of the rule only, 2 both where the instance has them.
+
+    Raises:
+        InputError: a donor is unknown or listed twice, or ``pairs_per_instance`` is neither 1 nor 2.
+    """
+
+    name = "placebo"
+    paper_ref = "control of sec:mechanism (1); not in the paper"
+    claim = "Rows from a prompt that says the same leave the decision where it is."
+    falsifier = "Placebo recovery beyond 0.02, or any flip."
+
+    def __init__(self, *, donors: Sequence[str] = DONORS, pairs_per_instance: int = 1) -> None:
+        unknown = [d for d in donors if d not in DONORS]
+        if unknown or not donors or isinstance(donors, str) or len(set(donors)) != len(donors):
+            raise InputError(f"donors {list(donors)!r}: a list of distinct donors out of {', '.join(DONORS)} is needed")
+        self.donors = tuple(d for d in DONORS if d in donors)
+        self.pairs_per_instance = check_pairs(pairs_per_instance)
+
+    def items(self, instances: Sequence[Instance], stage: str, earlier: Sequence[Row]) -> list[Item]:
+        """One item per pair along the field axis."""
+        found = pairs_along(instances, "field", per_instance=self.pairs_per_instance)
+        return [Item(pair.id, stage, (instance, pair)) for instance, pair in found]
+
+    def measure(self, store: ContextStore, item: Item) -> list[Row]:
+        """One row per direction and donor."""
+        return [self._row(store, item, direction, donor) for direction in DIRECTIONS for donor in self.donors]
+
+    def _row(self, store: ContextStore, item: Item, direction: Direction, donor: str) -> Row:
+        instance, pair = item.payload
+        _, downstream = field_and_downstream(pair)
+        real = swap_pair(store, pair, [], direction)
+        oriented = ends(pair, direction)
+        recipient = store.get(oriented.old)
+        values: dict[str, Json] = end_values(real)
+        found, excluded = placebo_donor(store, instance, recipient, donor)
+        excluded = real.excluded or excluded
+        if found is not None and excluded is None:
+            sites = [Site(downstream)]
+            own, _ = margins(store, Context(oriented.old, found, recipient.hidden, {}), [], [], oriented.answer_ids)
+            _, (patched,) = margins(store, recipient, [found], sites, oriented.answer_ids)
+            recovery = (patched - real.recipient) / (real.donor - real.recipient)
+            values |= {
+                "placebo_margin": own,
+                "recovery": recovery,
+                "abs_recovery": abs(recovery),
+                "abs_shift": abs(patched - real.recipient),
+                "flipped": patched > 0,
+            }
+            excluded = None if own < 0 else "placebo donor wrong"
+        meta = pair_meta(instance, pair) | {"donor": donor}
+        return Row(item.id, item.stage, pair.cluster, direction, excluded, values, meta)
+
+    def aggregate(self, rows: Sequence[Row], *, seed: int = 0) -> list[Aggregate]:
+        """Mean and mean absolute recovery, flips, and the shift in logits, by donor."""
+        name = self.name
+        lines: list[Aggregate] = []
+        donors = [d for d in self.donors if any(r.meta["donor"] == d for r in rows)]
+        by_donor = {d: [r for r in rows if r.meta["donor"] == d] for d in donors}
+        for metric, unit in (("recovery", "recovery"), ("abs_recovery", "recovery"), ("abs_shift", "logit")):
+            for donor in donors:
+                params = {"donor": donor}
+                lines += mean_lines(name, by_donor[donor], {metric: metric}, unit=unit, params=params, seed=seed)
+        for donor in donors:
+            lines += rate_lines(name, by_donor[donor], {"flipped": "flip_rate"}, params={"donor": donor})
+        return lines + (ends_lines(name, by_donor[donors[0]], seed=seed) if donors else [])
+
+
+def placebo_donor(
+    store: ContextStore, instance: Instance, recipient: Context, donor: str
+) -> tuple[KVCache | None, str | None]:
+    """The donor's cache, or why there is none."""
+    prompt = recipient.prompt
+    if donor == "rerun":
+        half = len(prompt) // 2
+        first = store.model.prefill(prompt.token_ids[:half])
+        return store.model.prefill(prompt.token_ids[half:], first.cache).cache, None
+    if donor == "other_filler":
+        variant = filler_variant(prompt, instance.answers)
+        return (None, "no filler to exchange") if variant is None else (store.get(variant).cache, None)
+    f, r = next(cell for cell, p in instance.cells.items() if p is prompt)
+    other = (1 - f, 1 - r)
+    if instance.conclusion.get(other) != instance.conclusion[f, r]:
+        return None, "the form has no second rule"
+    if len(instance.cells[other]) != len(prompt):
+        return None, "prompts of unequal length"
+    return store.get(instance.cells[other]).cache, None
+
+
+def filler_variant(prompt: Prompt, answers: Sequence[str]) -> Prompt | None:
+    """The prompt with irrelevant filler tokens behind the field in reverse order; ``None`` where nothing would change.
+
+    Digits are exchanged with digits; where there are none, capitalised words with each other; else all other words.
+    Tokens that spell the field's value or an answer stay. Made on token ids: the text is that of the tokens.
+    """
+    kinds = token_classes(prompt)
+    words = ["".join(prompt.tokens[i] for i in prompt.positions("field")), *answers]
+    kept = repeats(prompt.tokens, words)
+    behind = [
+        p for p in prompt.after("field") if prompt.regions[p] == "filler" and kinds[p] == "content" and not kept[p]
+    ]
+    texts = {p: prompt.tokens[p].strip() for p in behind}
+    classes = (
+        [p for p in behind if texts[p].isdigit()],
+        [p for p in behind if texts[p][:1].isupper()],
+        behind,
+    )
+    for chosen in classes:
+        ids, tokens = list(prompt.token_ids), list(prompt.tokens)
+        for target, source in zip(chosen, reversed(chosen), strict=True):
+            ids[target], tokens[target] = prompt.token_ids[source], prompt.tokens[source]
+        if tuple(ids) != prompt.token_ids:
+            return Prompt(
+                id=f"{prompt.id}/filler",
+                text="".join(tokens),
+                token_ids=tuple(ids),
+                tokens=tuple(tokens),
+                spans=prompt.spans,
+                regions=prompt.regions,
+                anchors=prompt.anchors,
+                answer=prompt.answer,
+            )
+    return None

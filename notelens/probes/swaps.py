@@ -1,0 +1,164 @@
+"""Pairs of prompts, isolated swaps between their caches, and what a row says about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from notelens.cache.kv import KVCache
+from notelens.context import Context, ContextStore
+from notelens.errors import InputError, PatchError, TaskError
+from notelens.intervene.engine import Reader, Site, swap_effects
+from notelens.probes.rows import Direction, Json
+from notelens.prompt import Axis, Pair
+from notelens.readout import Recovery, exclusion
+from notelens.tasks.base import Instance
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What :func:`swap_pair` measured in one direction.
+
+    Attributes:
+        direction: which end was patched.
+        recipient, donor: unpatched margins towards the donor's answer.
+        excluded: why recoveries are undefined, or ``None``.
+        recoveries: one per site, in order; present also when excluded (their margins then still mean something).
+    """
+
+    direction: Direction
+    recipient: float
+    donor: float
+    excluded: str | None
+    recoveries: tuple[Recovery, ...]
+
+    @property
+    def competent(self) -> bool:
+        """Both unpatched ends give their own right answer."""
+        return self.recipient < 0 < self.donor
+
+
+def ends(pair: Pair, direction: Direction) -> Pair:
+    """``pair`` oriented so that ``old`` is the recipient of this direction."""
+    return pair if direction == "denoising" else pair.reversed()
+
+
+def pairs_along(
+    instances: Sequence[Instance], axis: Axis, *, per_instance: int = 2, forms: Sequence[str] | None = None
+) -> list[tuple[Instance, Pair]]:
+    """Pairs of prompts along one axis of every instance that has them, in the order of the instances.
+
+    Args:
+        instances: of a task.
+        axis: which span differs.
+        per_instance: at most so many pairs per instance (1 or 2).
+        forms: rule forms to use; all when ``None``.
+
+    Raises:
+        InputError: ``per_instance`` is not 1 or 2.
+        TaskError: no instance has such a pair; the message names the forms there are.
+    """
+    check_pairs(per_instance)
+    found: list[tuple[Instance, Pair]] = []
+    for instance in instances:
+        if forms is not None and instance.form not in forms:
+            continue
+        cells = instance.conclusion
+        steps = [(((0, at), (1, at)) if axis == "field" else ((at, 0), (at, 1)), at) for at in (0, 1)]
+        usable = [at for (a, b), at in steps if a in cells and b in cells and cells[a] != cells[b]]
+        found += [(instance, instance.pair(axis, at)) for at in usable[:per_instance]]
+    if not found:
+        have = ", ".join(sorted({i.form for i in instances})) or "none"
+        wanted = "" if forms is None else f" of form {' or '.join(forms)}"
+        raise TaskError(
+            f"no instance{wanted} has a pair along the {axis} axis ({len(instances)} instances, forms: {have})"
+        )
+    return found
+
+
+def check_pairs(per_instance: int) -> int:
+    """The argument, if it is 1 or 2; otherwise an :class:`InputError`."""
+    if per_instance not in (1, 2):
+        raise InputError(
+            f"pairs_per_instance is {per_instance!r}; an instance has at most 2 pairs along an axis, so 1 or 2"
+        )
+    return per_instance
+
+
+def margins(
+    store: ContextStore,
+    recipient: Context,
+    donors: Sequence[KVCache],
+    sites: Sequence[Site],
+    answer_ids: tuple[int, int],
+) -> tuple[float, list[float]]:
+    """Margins logit(second answer) - logit(first) of the unpatched recipient and behind each patched site.
+
+    Cost: one batch of ``len(sites) + 1`` one-token readers.
+    """
+    reader = Reader.last(recipient.cache, answer_ids)
+    out = swap_effects(store.model, recipient.cache, donors, sites, reader)
+    return float(out.baseline[1] - out.baseline[0]), (out.logits[:, 1] - out.logits[:, 0]).tolist()
+
+
+def swap_pair(store: ContextStore, pair: Pair, sites: Sequence[Site], direction: Direction) -> Swapped:
+    """Run isolated swaps between the two prompts of a pair.
+
+    ``denoising`` puts rows of ``new`` into the cache of ``old``; ``noising`` the reverse. Margins are
+    logit(donor's answer) - logit(recipient's answer) at the decision position. Both unpatched ends are run through the
+    engine like the patched readers.
+
+    Cost: two prefills (shared through the store) and one batch of ``len(sites) + 2`` one-token readers.
+    """
+    oriented = ends(pair, direction)
+    recipient, donor = store.get(oriented.old), store.get(oriented.new)
+    base, patched = margins(store, recipient, [donor.cache], sites, oriented.answer_ids)
+    other, _ = margins(store, donor, [], [], oriented.answer_ids)
+    return Swapped(direction, base, other, exclusion(base, other), tuple(Recovery(base, other, m) for m in patched))
+
+
+def check_fired(swapped: Swapped, what: str) -> None:
+    """Refuse a set of swaps of which none moved the decision by a single bit.
+
+    Raises:
+        PatchError: every patched margin equals the unpatched one although the two ends decide differently.
+    """
+    if swapped.competent and swapped.recoveries and all(r.patched == r.recipient for r in swapped.recoveries):
+        raise PatchError(
+            f"{what}: {len(swapped.recoveries)} swaps, among them one of all rows, leave the margin at exactly "
+            f"{swapped.recipient}; the patches did not reach the attention of this model"
+        )
+
+
+def end_values(swapped: Swapped) -> dict[str, Json]:
+    """The facts about the two unpatched ends that every row of a swap carries."""
+    return {
+        "recipient_margin": swapped.recipient,
+        "donor_margin": swapped.donor,
+        "margin_gap": swapped.donor - swapped.recipient,
+        "competent": swapped.competent,
+    }
+
+
+def site_values(swapped: Swapped, names: Sequence[str]) -> dict[str, Json]:
+    """Recovery, flip, margin and two-way probability of every site, by name; nothing where recoveries are undefined."""
+    if swapped.excluded is not None:
+        return {}
+    values: dict[str, Json] = {}
+    for name, recovery in zip(names, swapped.recoveries, strict=True):
+        values |= {
+            f"{name}_recovery": recovery.value,
+            f"{name}_flipped": recovery.flipped,
+            f"{name}_margin": recovery.patched,
+            f"{name}_probability": recovery.probability,
+        }
+    return values
+
+
+def pair_meta(instance: Instance, pair: Pair) -> dict[str, Json]:
+    """What a record says about a pair."""
+    return {**pair.meta, "instance": instance.id, "form": pair.form, "axis": pair.axis, "group": instance.group}
+
+
+def field_and_downstream(pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions of the field, and every later one in front of the decision that is not the field's."""
+    field = sorted({*pair.old.positions("field"), *pair.new.positions("field")})
+    return tuple(field), tuple(p for p in range(field[0], pair.old.decision) if p not in field)

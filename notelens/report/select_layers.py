@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def select_panels(rows, lines):
+    return [], 0

@@ -1,0 +1,255 @@
+"""The command line: ``notelens run``, ``list``, ``gate`` and ``table``. Importing it imports no torch.
+
+Exit codes: 0 done, 1 something failed on the way (a full disk, non-finite logits), 2 bad input, 3 the model failed its
+gate or is not competent, 130 stopped by Ctrl-C. Errors are one line on stderr that begins with ``error:``.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+import notelens
+from notelens.errors import (
+    CompetenceError,
+    GateError,
+    InputError,
+    MissingPackageError,
+    NotelensError,
+    UnsupportedModelError,
+)
+from notelens.registry import nearest
+from notelens.runs.progress import Progress, Silent
+from notelens.runs.tables import FORMATS, load_table, render
+
+OK, FAILED, BAD_INPUT, NOT_ADMITTED, STOPPED = 0, 1, 2, 3, 130
+
+app = typer.Typer(
+    name="notelens",
+    help="Does a language model take notes at prefill? Causal probes on key-value caches.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    probes = "probes"
+    models = "models"
+    tasks = "tasks"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"notelens {notelens.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Does a language model take notes at prefill? Causal probes on key-value caches."""
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="YAML file, for instance configs/quickstart.yaml.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<name> when not given.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value: task.n=12. Repeatable.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Two instances per probe on a small random model; nothing is kept.")
+    ] = False,
+) -> None:
+    """Measure a configuration, or continue it: finished items are never measured twice."""
+    from notelens.runs.config import load_config
+    from notelens.runs.runner import execute
+
+    loaded, document = load_config(config, set_ or ())
+    folder = out if out is not None else Path("runs") / loaded.name
+    try:
+        with _progress() as progress:
+            result = execute(loaded, folder, progress=progress, dry_run=dry_run, document=document)
+    except KeyboardInterrupt:
+        kept = (
+            "nothing was kept" if dry_run else f"what is measured is kept in {folder}; run the same command to continue"
+        )
+        _say(f"stopped: {kept}")
+        raise typer.Exit(STOPPED) from None
+    if dry_run:
+        typer.echo(
+            f"dry run of {loaded.name}: {len(loaded.probes)} probes on a small random {loaded.model.name}, gate "
+            f"{result.gate}, {result.n_measured} items, {len(result.table.rows)} aggregates; nothing was kept"
+        )
+        return
+    typer.echo(render(result.table, "md", summary=True))
+    typer.echo(f"records, tables and figures: {folder}")
+    for sentence in result.incompetent[1:]:
+        _say(sentence)
+    for sentence in result.incompetent[:1]:
+        raise CompetenceError(sentence)
+
+
+@app.command("list")
+def list_(what: Annotated[Kind, typer.Argument(help="probes, models or tasks.")]) -> None:
+    """Say what there is."""
+    if what is Kind.models:
+        from notelens.models import FAMILIES
+        from notelens.zoo.embedded import EMBEDDED
+
+        lines = [(name, spec.source) for name, spec in sorted(EMBEDDED.items())]
+        others = f"any Hugging Face id or local folder of type {', '.join(FAMILIES.names())}"
+        lines.append(("<hub id or folder>", others))
+    else:
+        from notelens.probes import PROBES
+        from notelens.tasks import TASKS
+
+        package, registry = ("notelens.probes", PROBES) if what is Kind.probes else ("notelens.tasks", TASKS)
+        lines = [(name, _first_line(f"{package}.{name}")) for name in registry]
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        typer.echo(f"{name.ljust(width)}  {text}")
+
+
+@app.command()
+def gate(
+    model: Annotated[str, typer.Argument(help="Embedded model, Hugging Face id or local folder.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    attention: Annotated[str | None, typer.Option(help="sdpa or eager; what the family allows when not given.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit of a hub model.")] = None,
+) -> None:
+    """Run the admission gate and show every check."""
+    from notelens.models.load import load
+
+    loaded = load(model, revision=revision, dtype=dtype, device=device, attention=attention, allow_ungated=True)
+    if loaded.gate is None:
+        raise GateError(f"{model}: the gate was not run")
+    for line in loaded.gate.lines():
+        typer.echo(line)
+    if not loaded.gate.passed:
+        raise GateError(f"{model} failed its gate")
+    typer.echo(f"{model} passed its gate")
+
+
+@app.command()
+def table(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")],
+    format: Annotated[str, typer.Option(help="md, csv, tex or json.")] = "md",
+) -> None:
+    """Print the aggregates of a run."""
+    if format not in FORMATS:
+        raise InputError(f"unknown format {format!r}; {nearest(format, list(FORMATS))}")
+    typer.echo(render(load_table(folder), format), nl=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: instead of those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+    except NotelensError as e:
+        _say(f"error: {e}")
+        return _code(e)
+    except TyperException as e:
+        _say(f"error: {e.format_message()} (see notelens --help)")
+        return e.exit_code
+    except (Abort, KeyboardInterrupt):
+        _say("stopped")
+        return STOPPED
+    except BrokenPipeError:  # the reader of our output went away, which is its right
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        return OK
+    return code if isinstance(code, int) else OK
+
+
+def _code(error: NotelensError) -> int:
+    if isinstance(error, GateError | CompetenceError):
+        return NOT_ADMITTED
+    if isinstance(error, InputError | UnsupportedModelError | MissingPackageError):
+        return BAD_INPUT
+    return FAILED
+
+
+def _say(text: str) -> None:
+    """One line on stderr, whatever the text holds."""
+    line = " ".join(text.split())
+    typer.echo("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line), err=True)
+
+
+def _first_line(module: str) -> str:
+    """First line of a module's docstring, read without importing it; empty where there is no such module."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        return ""
+    text = ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8")))
+    return text.splitlines()[0] if text else ""
+
+
+class _Lines(Silent):
+    """One line per finished probe, for logs."""
+
+    def note(self, text: str) -> None:
+        _say(text)
+
+
+class _Bars:
+    """A bar per stage, and a line per finished probe above them."""
+
+    def __init__(self, bars: Any) -> None:
+        self.bars = bars
+        self.current: Any = None
+
+    def stage(self, probe: str, stage: str, total: int, done: int) -> None:
+        """Start the next bar."""
+        if self.current is not None:
+            self.bars.remove_task(self.current)
+        self.current = self.bars.add_task(f"{probe} ({stage})", total=total, completed=done)
+
+    def item(self) -> None:
+        """Move the bar."""
+        self.bars.advance(self.current)
+
+    def note(self, text: str) -> None:
+        """Print above the bar."""
+        self.bars.console.print(text, markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars where stderr is a terminal, lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        yield _Bars(bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

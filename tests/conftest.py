@@ -1,0 +1,50 @@
+"""Fixtures shared by all tests: fixed seeds, shape checks, read-only models."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+# Shapes in annotations are checked under pytest only. Left out are modules that take a NoteModel (checking a protocol
+# on Python 3.11 evaluates its properties, and ``bridge`` is expensive) or whose tests pass wrong types on purpose.
+install_import_hook(
+    ["notelens.cache", "notelens.models.model", "notelens.readout", "notelens.rope"],
+    "beartype.beartype",
+)
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Every test starts from the same state of every generator."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - libraries draw from the global generator
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The hand-set decoder; read-only."""
+    from tests.tiny import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="session", params=("tiny", "llama", "llama3", "qwen3", "mistral", "gemma2"))
+def any_model(request: pytest.FixtureRequest) -> Any:
+    """The tiny decoder and one small random model per family; read-only. ``any_model.name`` says which."""
+    from tests.contracts.models import note_model
+
+    return note_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The embedded real model with its competence adapter; loaded on first use; read-only."""
+    import notelens
+
+    return notelens.load("smollm2")

@@ -1,0 +1,249 @@
+"""What every model must fulfil, as functions that return the problems they find, and the models they are run on.
+
+A contract is run on every member and on a deliberately broken one (``test_models.py``); returning problems instead of
+asserting lets the second run say that it was *this* contract that noticed.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from notelens.cache.kv import KVCache
+from notelens.cache.ops import max_difference
+from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
+from tests.oracle.swap import loop_isolated_swap
+from tests.tiny import VOCABULARY, tiny_model, wrapped
+
+SWAP_TOLERANCE = 1e-4
+"""Logits are of order 1 to 10 and go through three or four float32 layers in another order of summation: seen 4e-6."""
+ROW_TOLERANCE = 2e-5
+WINDOW = 8
+N_TOKENS = 20
+"""More than twice the window, so that a sliding layer really loses rows."""
+Swap = Callable[..., SwapEffects]
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": _DEFAULT_ROPE}),
+    "llama3": ("llama", {"rope_parameters": _LLAMA3_ROPE, "head_dim": 16}),
+    "qwen3": ("qwen3", {"rope_parameters": _DEFAULT_ROPE, "head_dim": 16}),
+    "mistral": ("mistral", {"rope_parameters": _DEFAULT_ROPE, "sliding_window": WINDOW}),
+    "gemma2": (
+        "gemma2",
+        {
+            "rope_parameters": _DEFAULT_ROPE,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,  # low enough to bend the scores of random weights
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+}
+"""Name to (model type, config entries) of small random models, one per family and per kind of rotation."""
+NAMES = ("tiny", *RANDOM)
+SLIDING = ("mistral", "gemma2")
+
+
+def random_hf(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A fresh random transformers model; the same weights every time."""
+    kind, settings = RANDOM[name]
+    config = AutoConfig.for_model(kind, **{**_SMALL, **settings, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for key, parameter in hf.named_parameters():
+            if "norm" in key:  # an all-ones norm would hide a norm that is skipped
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return hf.to(dtype).eval()
+
+
+@cache
+def note_model(name: str) -> Any:
+    """A shared, read-only model by name; random ones without the gate, which has its own tests."""
+    return tiny_model() if name == "tiny" else wrapped(random_hf(name), name, gate=False)
+
+
+def random_ids(n: int = N_TOKENS, seed: int = 0, changed: Sequence[int] = ()) -> tuple[int, ...]:
+    """Random token ids; those at ``changed`` are replaced by the next id of the vocabulary."""
+    rng = random.Random(f"ids/{seed}")
+    ids = [rng.randrange(1, len(VOCABULARY)) for _ in range(n)]
+    for pos in changed:
+        ids[pos] = 1 + ids[pos] % (len(VOCABULARY) - 1)
+    return tuple(ids)
+
+
+ANSWERS = (5, 17, 23)
+
+
+def contract_ids(name: str) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Ids of a recipient and of two donors. The tiny model needs real prompts for anything to depend on anything."""
+    if name != "tiny":
+        return random_ids(), [random_ids(changed=[3]), random_ids(changed=[5, 6])]
+    from tests.tiny import tiny_instance
+
+    cells = tiny_instance("polarity", n_notes=3).cells
+    return cells[0, 0].token_ids, [cells[1, 0].token_ids, cells[0, 1].token_ids]
+
+
+def contract_answers(name: str) -> tuple[int, ...]:
+    """Ids whose logits are compared."""
+    return ANSWERS if name != "tiny" else (VOCABULARY.index("deny"), VOCABULARY.index("approve"), 5)
+
+
+def decode_problems(model: Any, ids: Sequence[int]) -> list[str]:
+    """Cached decode at every cut, and prefill in chunks, against the logits of a plain forward without a cache."""
+    with torch.no_grad():
+        plain = model.hf(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+    whole = model.prefill(ids)
+    problems: list[str] = []
+
+    def compare(what: str, hidden: torch.Tensor, at: int, cache_: KVCache | None = None) -> None:
+        gap = float((model.next_logits(hidden) - plain[at]).abs().max())
+        if not gap <= SWAP_TOLERANCE:
+            problems.append(f"{what}: logits at {at} differ by {gap:.2g}")
+        if cache_ is not None and not max_difference(cache_, whole.cache) <= ROW_TOLERANCE:
+            problems.append(f"{what}: rows differ by {max_difference(cache_, whole.cache):.2g}")
+
+    compare("one go", whole.hidden, len(ids) - 1)
+    for cut in (1, 3, len(ids) // 2, len(ids) - 1):
+        first = model.prefill(ids[:cut])
+        compare(f"first {cut}", first.hidden, cut - 1)
+        rest = model.prefill(ids[cut:], first.cache)
+        compare(f"{cut} and the rest", rest.hidden, len(ids) - 1, rest.cache)
+    past = model.prefill(ids[:1]).cache
+    for at in range(1, len(ids)):
+        out = model.prefill(ids[at : at + 1], past)
+        compare("one by one", out.hidden, at)
+        past = out.cache
+    if max_difference(past, whole.cache) > ROW_TOLERANCE:
+        problems.append("one by one: rows differ")
+    return problems
+
+
+def contract_sites(n_tokens: int, n_layers: int, n_kv: int, n_reader: int) -> list[Site]:
+    """Every single position, and combinations of bands, parts, heads and donors."""
+    rows = range(n_tokens - n_reader)
+    some = tuple(range(3, n_tokens - n_reader, 2))
+    sites = [Site((p,)) for p in rows] + [Site((p,), donor=1) for p in (5, 6, 7, max(rows))]
+    sites += [Site(tuple(rows)), Site(some), Site(tuple(rows), donor=1), Site(())]
+    bands = [(low, high) for low in range(n_layers) for high in range(low + 1, n_layers + 1)]
+    sites += [Site(some, layers=band) for band in bands] + [Site((max(rows),), layers=band) for band in bands]
+    sites += [Site(some, parts=parts, donor=d) for parts in ("k", "v") for d in (0, 1)]
+    sites += [Site(some, kv_heads=(h,)) for h in range(n_kv)]
+    sites += [
+        Site(some, layers=(n_layers - 1, n_layers), kv_heads=(h,), parts=p) for h in range(n_kv) for p in ("k", "v")
+    ]
+    return sites
+
+
+def swap_problems(
+    model: Any,
+    recipient_ids: Sequence[int],
+    donor_ids: Sequence[Sequence[int]],
+    answers: Sequence[int],
+    *,
+    n_reader: int = 1,
+    swap: Swap = swap_effects,
+    sites: Sequence[Site] | None = None,
+) -> list[str]:
+    """Sites whose answer logits differ from the slow loop, and a warning when nothing had an effect."""
+    recipient = model.prefill(recipient_ids).cache
+    donors = [model.prefill(ids).cache for ids in donor_ids]
+    geometry = model.geometry
+    if sites is None:
+        sites = contract_sites(len(recipient_ids), geometry.n_layers, geometry.layers[0].n_kv_heads, n_reader)
+    found = swap(model, recipient, donors, sites, Reader.last(recipient, answers, n_reader))
+    problems: list[str] = []
+
+    def slow(site: Site) -> torch.Tensor:
+        return loop_isolated_swap(
+            model.hf, recipient_ids, donor_ids[site.donor], site.positions, answers, layers=site.layers,
+            heads=site.kv_heads, parts=site.parts, n_reader=n_reader,
+        )  # fmt: skip
+
+    rows = [("baseline", Site(()), found.baseline), *((f"{s}", s, r) for s, r in zip(sites, found.logits, strict=True))]
+    for label, site, logits in rows:
+        gap = float((logits - slow(site)).abs().max())
+        if not gap <= SWAP_TOLERANCE:
+            problems.append(f"{label}: off by {gap:.2g}")
+    if float((found.logits - found.baseline).abs().max()) < 1e-2:
+        problems.append("no site had an effect")
+    return problems
+
+
+def noop_problems(model: Any, ids: Sequence[int], answers: Sequence[int], *, swap: Swap = swap_effects) -> list[str]:
+    """Patching rows with themselves, or with equal rows, is nothing, bit for bit."""
+    recipient, twin = (model.prefill(ids).cache for _ in range(2))
+    rows = tuple(range(len(ids) - 1))
+    sites = [Site(()), Site(rows), Site((2,)), Site(rows, donor=1, parts="v"), Site((1, 4), layers=(0, 1))]
+    found = swap(model, recipient, [recipient, twin], sites, Reader.last(recipient, answers))
+    return [
+        f"{s} moves the logits" for s, r in zip(sites, found.logits, strict=True) if not torch.equal(r, found.baseline)
+    ]
+
+
+def side_effect_problems(
+    model: Any, ids: Sequence[int], donor: Sequence[int], *, swap: Swap = swap_effects
+) -> list[str]:
+    """Running from a cache and swapping leave caches, weights, attention implementation and hooks as they were."""
+    before, other = model.prefill(ids).cache, model.prefill(donor).cache
+    kernel, digests = model.hf.config._attn_implementation, (before.digest(), other.digest())
+    weights = [p.sum().item() for p in model.hf.parameters()]
+    first = model.prefill([7, 8], before)
+    second = model.prefill([9], before)
+    swap(model, before, [other], [Site((3, 4)), Site((3,), layers=(1, 2))], Reader.last(before, (1, 2)))
+    problems: list[str] = []
+    if (before.digest(), other.digest()) != digests or len(before) != len(ids):
+        problems.append("a stored cache was changed")
+    if len(first.cache) != len(ids) + 2 or len(second.cache) != len(ids) + 1:
+        problems.append(f"lengths {len(first.cache)} and {len(second.cache)} behind {len(ids)} tokens")
+    if model.hf.config._attn_implementation != kernel:
+        problems.append(f"attention is {model.hf.config._attn_implementation!r}, was {kernel!r}")
+    if weights != [p.sum().item() for p in model.hf.parameters()]:
+        problems.append("weights were changed")
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.hf.modules())
+    if hooks:
+        problems.append(f"{hooks} hooks were left behind")
+    if any(t.requires_grad for c in (first.cache, second.cache) for t in (*c.keys, *c.values)):
+        problems.append("cached rows carry gradients")
+    return problems
+
+
+def bridge_problems(model: Any, ids: Sequence[int]) -> list[str]:
+    """The bridge computes what the plain model computes, on the same parameter tensors."""
+    with torch.no_grad():
+        hooked = model.bridge(torch.tensor([list(ids)]))[0].float()
+        plain = model.hf(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+    gap = float((hooked - plain).abs().max())
+    problems = [] if gap <= SWAP_TOLERANCE else [f"logits differ by {gap:.2g}"]
+    storages = {p.data_ptr() for p in model.bridge.parameters()}
+    apart = [name for name, p in model.hf.named_parameters() if p.data_ptr() not in storages]
+    return problems + [f"parameter {name} is a copy" for name in apart[:3]]
