@@ -10,10 +10,12 @@ import torch
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import slice_rows
 from notelens.errors import InputError, NonFiniteError, PatchError, UnsupportedModelError
-from notelens.intervene.engine import KERNEL, Reader, Site, SwapEffects, swap_effects
+from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
+from notelens.intervene.kernel import KERNEL
 from notelens.intervene.patch import hook_isolated_swap
 from tests.contracts import models as contract
-from tests.tiny import READ_KV_HEAD, READ_LAYER, TOKEN_IDS, tiny_hf, tiny_margin, tiny_pair, wrapped
+from tests.oracle.swap import loop_in_forward_swap
+from tests.tiny import READ_KV_HEAD, READ_LAYER, TOKEN_IDS, tiny_hf, tiny_instance, tiny_margin, tiny_pair, wrapped
 
 ANSWERS = (TOKEN_IDS["deny"], TOKEN_IDS["approve"])
 PAIR = tiny_pair(n_notes=1)
@@ -109,6 +111,33 @@ def test_sweep_over_heads_has_one_entry_per_stored_head(any_model: Any) -> None:
         swap_effects(any_model, base, [donor], [Site((3,), kv_heads=(0, 3))], Reader.last(base, (1, 2)))
 
 
+# --- the other kind of swap -------------------------------------------------------------------------------------------
+
+
+def test_a_field_row_is_nothing_isolated_and_everything_in_forward(tiny: Any) -> None:
+    """The note is computed from the field row while the prompt runs, and never looks at it again."""
+    recipient, donor = caches(tiny)
+    sites = [Site(PAIR.old.positions("field")), Site((NOTE,)), Site((NOTE,), layers=(0, 1)), Site((NOTE + 1,))]
+    reader = Reader.last(recipient, ANSWERS)
+    isolated = swap_effects(tiny, recipient, [donor], sites, reader)
+    in_forward = swap_effects(tiny, recipient, [donor], sites, reader, mode="in_forward")
+    assert margins(isolated) == pytest.approx([OLD, NEW, OLD, OLD], abs=1e-4)
+    assert margins(in_forward) == pytest.approx([NEW, NEW, OLD, OLD], abs=1e-4)
+    assert (isolated.mode, in_forward.mode) == ("isolated", "in_forward")
+
+
+def test_in_forward_rows_are_held_also_where_they_equal_the_recipients(tiny: Any) -> None:
+    """Field and trigger both flip: the note of the donor is the recipient's. Swapping field and note holds the note."""
+    cells = tiny_instance("polarity").cells
+    recipient, donor = (tiny.prefill(cells[c].token_ids).cache for c in ((0, 0), (1, 1)))
+    positions = (*cells[0, 0].positions("field"), cells[0, 0].tokens.index(";"))
+    slow = loop_in_forward_swap(tiny.hf, cells[0, 0].token_ids, cells[1, 1].token_ids, positions, ANSWERS)
+    assert float(slow[1] - slow[0]) == pytest.approx(tiny_margin(1.0), abs=1e-4)
+    reader = Reader.last(recipient, ANSWERS)
+    found = swap_effects(tiny, recipient, [donor], [Site(positions)], reader, mode="in_forward")
+    assert margins(found) == pytest.approx([tiny_margin(1.0)], abs=1e-4)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 N = len(PAIR.old)
@@ -152,6 +181,27 @@ def test_sites_that_do_not_exist_are_refused(tiny: Any, site: Site, message: str
 def test_readers_that_do_not_fit_are_refused(tiny: Any, reader: Reader, message: str) -> None:
     with pytest.raises(PatchError, match=message):
         effects(tiny, [], reader)
+
+
+def test_sites_and_modes_that_do_not_fit_are_refused(tiny: Any) -> None:
+    recipient, donor = caches(tiny)
+    reader = Reader.last(recipient, ANSWERS)
+
+    def refused(
+        message: str, sites: Sequence[Site], readers: Any = reader, base: KVCache = recipient, **options: Any
+    ) -> None:
+        with pytest.raises(PatchError, match=message):
+            swap_effects(tiny, base, [donor], sites, readers, **options)
+
+    refused(r"reader 1 of 1", [Site((3,), reader=1)])
+    refused(r"reader -1 of 1", [Site((3,), reader=-1)])
+    refused(r"at least one reader", [], [])
+    refused(r"the same number of answers", [], [reader, Reader(5, (1,), (1, 2, 3))])
+    refused(r"unknown mode 'forward'; known: isolated, in_forward", [], mode="forward")
+    refused(r"in-forward swaps replace whole rows", [Site((3,), parts="v")], mode="in_forward")
+    refused(r"in-forward swaps replace whole rows", [Site((3,), kv_heads=(0,))], mode="in_forward")
+    gap = replace(recipient, positions=recipient.positions + 3)
+    refused(r"must hold every row from position 0", [], Reader(5, (1,), ANSWERS), replace(gap), mode="in_forward")
 
 
 @pytest.mark.parametrize("n", [0, N, N + 3, -1])
@@ -238,7 +288,7 @@ def test_attention_and_hooks_are_restored_after_an_exception(kernel: str, layer:
 def test_the_kernel_refuses_to_run_outside_the_engine() -> None:
     hf = tiny_hf()
     hf.set_attn_implementation(KERNEL)
-    with pytest.raises(PatchError, match="only runs inside swap_effects"):
+    with pytest.raises(PatchError, match="only runs inside the patch engine"):
         hf(torch.tensor([PAIR.old.token_ids]))
 
 

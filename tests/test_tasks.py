@@ -41,7 +41,7 @@ def whole_words(*more: str) -> PreTrainedTokenizerFast:
     """A tokenizer that knows every word of the built-in families (and more) as one token."""
     split = pre_tokenizers.Whitespace()
     text = BUILTIN.read_text(encoding="utf-8") + " ".join(more)
-    text += " You are a careful assistant. Follow the rule exactly. Rule: Answer with one word. Update now State value end"
+    text += " You are a careful assistant. Follow the rule exactly. Rule: Answer with one word. Update now State value end ; , . : ? -"
     words = sorted({w for w, _ in split.pre_tokenize_str(text + " " + text.title())} | {str(i) for i in range(100, 1000)})
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["[UNK]", *words])}, unk_token="[UNK]"))
     core.pre_tokenizer = split
@@ -252,7 +252,7 @@ def test_real_tokenizer_aligns_every_pair(smollm2_tokenizer: Any) -> None:
         task = GatedDecisions(split="all", order=order, rendering=rendering)
         instances = task.instances(smollm2_tokenizer, 4 * len(FAMILIES), 0)
         lengths = [len(i.cells[0, 0]) for i in instances]
-        assert 80 <= min(lengths) and max(lengths) <= 140
+        assert (85 if rendering == "chat" else 70) <= min(lengths) and max(lengths) <= 140
         for instance in instances:
             first = instance.cells[0, 0]
             assert [first.tokens[i].strip() for i in first.positions("field")] == [instance.meta["v0"]]

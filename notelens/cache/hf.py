@@ -89,3 +89,17 @@ class ReadOnlyCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         return []
+
+
+def leaf_cache(cache: KVCache) -> tuple[DynamicCache, list[torch.Tensor], list[torch.Tensor]]:
+    """A transformers cache whose rows are fresh leaf tensors that require gradients, with those leaves.
+
+    Returns:
+        The cache, the key leaves and the value leaves, ``[1, kv_head, pos, width]`` per layer.
+    """
+    out = DynamicCache()
+    keys = [k.detach().clone().unsqueeze(0).requires_grad_(True) for k in cache.keys]
+    values = [v.detach().clone().unsqueeze(0).requires_grad_(True) for v in cache.values]
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        out.update(k, v, layer)
+    return out, keys, values

@@ -16,7 +16,7 @@ from torch import Tensor
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import Parts, check_aligned
 from notelens.errors import NonFiniteError, PatchError
-from notelens.intervene.kernel import Batch, RowPatches, engine_attention, run_readers
+from notelens.intervene.kernel import KERNEL, Batch, RowPatches, engine_attention, run_readers
 from notelens.models.base import NoteModel
 
 Mode = Literal["isolated", "in_forward"]
@@ -302,3 +302,6 @@ def _run(
     if all(a == answers[0] for a in answers):
         return model.answer_logits(hidden, answers[0]).float().cpu()
     return torch.stack([model.answer_logits(h, a) for h, a in zip(hidden, answers, strict=True)]).float().cpu()
+
+
+__all__ = ["KERNEL", "Mode", "Reader", "Site", "SwapEffects", "swap_effects"]

@@ -112,6 +112,10 @@ class NoteModel(Protocol):
         """Logits of ``answer_ids`` from final-norm outputs; only those rows of the unembedding are computed."""
         ...
 
+    def next_logits(self, hidden: "Float[Tensor, '*batch d_model']") -> "Tensor":
+        """Logits of the whole vocabulary."""
+        ...
+
     def lens_logits(self, residual: "Float[Tensor, '*batch d_model']", answer_ids: Sequence[int]) -> "Tensor":
         """Logits of ``answer_ids`` read from a residual stream through the final norm (logit lens)."""
         ...
@@ -154,6 +158,10 @@ class FamilySpec:
     def inv_freq(self, model: Any, layer: int) -> "Tensor | None":
         """Inverse frequencies that rotate a layer's keys, as the model itself uses them; ``None`` without RoPE."""
         return model.model.rotary_emb.inv_freq
+
+    def writers(self, layer: Any) -> "tuple[nn.Module, nn.Module]":
+        """The modules of a decoder layer whose outputs are added to the residual stream: attention side, MLP side."""
+        return layer.self_attn, layer.mlp
 
     def final_softcap(self, config: Any) -> float | None:
         """Soft cap on output logits."""

@@ -167,7 +167,6 @@ class HFNoteModel:
         cache = KVCache(cache.keys, cache.values, all_positions, cache.token_ids, history)
         return Prefill(cache, hidden.detach(), torch.stack(found) if residuals_at else None)
 
-    @torch.no_grad()
     def answer_logits(self, hidden: Float[Tensor, "*batch d_model"], answer_ids: Sequence[int]) -> Tensor:
         """Logits of ``answer_ids`` ``[*batch, answer]``; only those rows of the unembedding are computed."""
         head = self._family.unembedding(self._hf)

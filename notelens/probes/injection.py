@@ -64,7 +64,7 @@ CLIPPED = "fewer positions than the dose"
 
 
 class Injection(Probe):
-    """Notes of another prompt in a live one: does the decision follow, and at what dose?
+    """Whether the decision follows notes of another prompt in a live one, and at what dose.
 
     Args:
         doses: numbers of injected positions, rising.

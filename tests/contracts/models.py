@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import max_difference
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
-from tests.oracle.swap import loop_isolated_swap
+from tests.oracle.swap import loop_in_forward_swap, loop_isolated_swap
 from tests.tiny import VOCABULARY, tiny_model, wrapped
 
 SWAP_TOLERANCE = 1e-4
@@ -196,6 +196,37 @@ def swap_problems(
             problems.append(f"{label}: off by {gap:.2g}")
     if float((found.logits - found.baseline).abs().max()) < 1e-2:
         problems.append("no site had an effect")
+    return problems
+
+
+def in_forward_problems(
+    model: Any,
+    recipient_ids: Sequence[int],
+    donor_ids: Sequence[Sequence[int]],
+    answers: Sequence[int],
+    *,
+    n_reader: int = 1,
+    swap: Swap = swap_effects,
+) -> list[str]:
+    """In-forward swaps that differ from a whole forward pass in which the rows are replaced as they are computed."""
+    recipient = model.prefill(recipient_ids).cache
+    donors = [model.prefill(ids).cache for ids in donor_ids]
+    end, n_layers = len(recipient_ids) - n_reader, model.geometry.n_layers
+    sites = [Site((p,)) for p in range(end)] + [Site((p,), donor=1) for p in (5, 6, end - 1)]
+    sites += [Site(rows) for rows in ((3, 4), (3, end - 1), tuple(range(3, end)), tuple(range(end)), (end - 2, 5))]
+    sites += [Site((3, 7), layers=(low, low + 1)) for low in range(n_layers)] + [
+        Site((7, end - 1), layers=(1, n_layers))
+    ]
+    found = swap(model, recipient, donors, sites, Reader.last(recipient, answers, n_reader), mode="in_forward")
+    problems: list[str] = []
+    for site, logits in zip(sites, found.logits, strict=True):
+        ids = donor_ids[site.donor]
+        slow = loop_in_forward_swap(model.hf, recipient_ids, ids, site.positions, answers, site.layers)
+        gap = float((logits - slow).abs().max())
+        if not gap <= SWAP_TOLERANCE:
+            problems.append(f"{site}: off by {gap:.2g}")
+    if found.mode != "in_forward":
+        problems.append(f"mode is {found.mode!r}")
     return problems
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import notelens.intervene.engine as engine_module
 from notelens.cache.kv import KVCache
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
+from notelens.intervene.kernel import Batch
 from notelens.intervene.patch import hook_isolated_swap
 from notelens.models.base import Prefill
 from tests.contracts import models as contract
@@ -35,6 +35,26 @@ def test_cached_decode_equals_full_forward(any_model: Any) -> None:
 def test_engine_equals_the_slow_loop(any_model: Any, n_reader: int) -> None:
     recipient, donors, answers = ids_of(any_model)
     assert contract.swap_problems(any_model, recipient, donors, answers, n_reader=n_reader) == []
+
+
+@pytest.mark.parametrize("n_reader", READERS)
+def test_in_forward_swap_equals_a_patched_forward(any_model: Any, n_reader: int) -> None:
+    recipient, donors, answers = ids_of(any_model)
+    assert contract.in_forward_problems(any_model, recipient, donors, answers, n_reader=n_reader) == []
+
+
+def test_several_readers_are_several_calls(any_model: Any) -> None:
+    recipient, donors, answers = ids_of(any_model)
+    caches = [any_model.prefill(ids).cache for ids in (recipient, *donors)]
+    readers = [Reader.last(caches[0], answers), Reader.last(caches[0], answers[::-1], 3), Reader(9, (4, 5), answers)]
+    some = [Site((p,), layers=band) for p in (3, 6, 8) for band in (None, (1, 2))]
+    mixed = [replace(s, reader=r) for s in some for r in range(3)]
+    for mode in ("isolated", "in_forward"):
+        together = swap_effects(any_model, caches[0], caches[1:], mixed, readers, mode=mode)
+        for r, reader in enumerate(readers):
+            alone = swap_effects(any_model, caches[0], caches[1:], some, reader, mode=mode)
+            assert torch.equal(together.baselines[r], alone.baseline)
+            assert float((together.logits[r::3] - alone.logits).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", contract.SLIDING)
@@ -247,25 +267,25 @@ def test_the_swap_contract_notices_a_missing_window(name: str) -> None:
 
 def test_the_swap_contract_notices_a_wrong_head_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Query heads 0, 1 read stored head 0 and 2, 3 read 1; reading 0, 1, 0, 1 instead must not pass."""
-    real = engine_module._Run.attend
+    real = Batch.attend
 
     def interleaved(self: Any, layer: int, query: Any, *rest: Any) -> Any:
         return real(self, layer, query[:, [0, 2, 1, 3]], *rest)[:, [0, 2, 1, 3]]
 
-    monkeypatch.setattr(engine_module._Run, "attend", interleaved)
+    monkeypatch.setattr(Batch, "attend", interleaved)
     recipient, donors = contract.contract_ids("llama")
     problems = contract.swap_problems(contract.note_model("llama"), recipient, donors, contract.ANSWERS)
     assert any(p.startswith("baseline: off by") for p in problems)
 
 
 def test_the_swap_contract_notices_a_missing_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine_module._Run.attend
+    real = Batch.attend
 
     def uncapped(self: Any, layer: int, q: Any, k: Any, v: Any, scaling: Any, softcap: Any, sinks: Any) -> Any:
         assert softcap == 2.0
         return real(self, layer, q, k, v, scaling, None, sinks)
 
-    monkeypatch.setattr(engine_module._Run, "attend", uncapped)
+    monkeypatch.setattr(Batch, "attend", uncapped)
     recipient, donors = contract.contract_ids("gemma2")
     problems = contract.swap_problems(contract.note_model("gemma2"), recipient, donors, contract.ANSWERS)
     assert any(p.startswith("baseline: off by") for p in problems)
@@ -278,6 +298,16 @@ def test_the_swap_contract_notices_that_nothing_happens() -> None:
     recipient, donors = contract.contract_ids("llama")
     problems = contract.swap_problems(contract.note_model("llama"), recipient, donors, contract.ANSWERS, swap=idle)
     assert "no site had an effect" in problems
+
+
+def test_the_in_forward_contract_notices_an_isolated_swap() -> None:
+    def isolated(*args: Any, mode: str, **options: Any) -> SwapEffects:
+        return swap_effects(*args, mode="isolated", **options)
+
+    recipient, donors = contract.contract_ids("llama")
+    model = contract.note_model("llama")
+    problems = contract.in_forward_problems(model, recipient, donors, contract.ANSWERS, swap=isolated)
+    assert len(problems) > 10 and problems[-1] == "mode is 'isolated'"
 
 
 def test_the_noop_contract_notices_rounding() -> None:

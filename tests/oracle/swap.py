@@ -92,6 +92,40 @@ def loop_isolated_swap(
     return read(hf, rows, recipient_ids[start:], answer_ids)
 
 
+class _Patching(DynamicCache):
+    """Takes rows from a donor whenever a layer stores the keys and values it has just computed."""
+
+    def __init__(self, donor: Rows, positions: Sequence[int], layers: tuple[int, int]) -> None:
+        super().__init__()
+        self.donor, self.rows, self.band = donor, list(positions), layers
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self.band[0] <= layer_idx < self.band[1]:
+            key_states, value_states = key_states.clone(), value_states.clone()
+            key_states[0][:, self.rows] = self.donor[layer_idx][0][:, self.rows]
+            value_states[0][:, self.rows] = self.donor[layer_idx][1][:, self.rows]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@torch.no_grad()
+def loop_in_forward_swap(
+    hf: Any,
+    recipient_ids: Sequence[int],
+    donor_ids: Sequence[int],
+    positions: Sequence[int],
+    answer_ids: Sequence[int],
+    layers: tuple[int, int] | None = None,
+) -> Tensor:
+    """Answer logits of the recipient run as a whole, with the donor's rows put in place while every layer computes its own.
+
+    Later positions and layers see the replaced rows, so they change too: the other kind of swap (DESIGN section 2).
+    """
+    donor = prefill_rows(hf, donor_ids)
+    store = _Patching(donor, positions, layers if layers is not None else (0, len(donor)))
+    out = hf(input_ids=torch.tensor([list(recipient_ids)]), past_key_values=store, use_cache=True)
+    return out.logits[0, -1, list(answer_ids)].float()
+
+
 def full_logits(hf: Any, ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
     """Answer logits (float32) behind the prompt from one plain forward pass without a cache."""
     with torch.no_grad():

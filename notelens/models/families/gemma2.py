@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from notelens.models.base import FamilySpec
 from notelens.models.families.sliding import window_from_layer_types
 
@@ -11,6 +13,9 @@ class Gemma2(FamilySpec):
 
     model_types = ("gemma2",)
     window = window_from_layer_types
+
+    def writers(self, layer: Any) -> tuple[nn.Module, nn.Module]:
+        return layer.post_attention_layernorm, layer.post_feedforward_layernorm
 
     def final_softcap(self, config: Any) -> float | None:
         return config.final_logit_softcapping

@@ -1,0 +1,128 @@
+"""Which layers write the note: attention and MLP outputs at aggregator rows are replaced by the donor's during prefill.
+
+These are *in-forward* swaps: everything behind the patched component is computed anew. For each aggregator row the suffix
+runs once as a batch over all layers and both components.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from notelens.context import Context
+from notelens.errors import PatchError, UnsupportedModelError
+from notelens.intervene.kernel import Batch, engine_attention, run_readers
+from notelens.models.base import NoteModel
+
+COMPONENTS = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class WriteEffects:
+    """Recoveries of single components.
+
+    Attributes:
+        recovery: ``[row, component, layer]``; components are attention and MLP.
+        rows: the aggregator rows.
+        mode: always ``in_forward``.
+    """
+
+    recovery: Float[Tensor, "row component layer"]
+    rows: tuple[int, ...]
+    mode: str = "in_forward"
+
+
+def _writers(model: NoteModel) -> list[tuple[nn.Module, nn.Module]]:
+    return [model.family.writers(layer) for layer in model.family.layers(model.hf)]
+
+
+def _tensor(output: Any) -> Tensor:
+    found = output[0] if isinstance(output, tuple) else output
+    if not isinstance(found, torch.Tensor) or found.ndim != 3:
+        raise UnsupportedModelError("a layer component's output is not a [batch, length, width] tensor")
+    return found
+
+
+@contextlib.contextmanager
+def _hooked(modules: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    handles: list[Any] = []
+    try:
+        handles.extend(module.register_forward_hook(hook) for module, hook in modules)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def component_outputs(model: NoteModel, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """What attention and MLP add to the residual stream at ``rows``: ``[component, layer, row, d_model]``.
+
+    Cost: one prefill.
+    """
+    found: dict[tuple[int, int], Tensor] = {}
+
+    def keep(component: int, layer: int) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            found[component, layer] = _tensor(output)[0, list(rows)].detach().clone()
+
+        return hook
+
+    pairs = _writers(model)
+    with _hooked([(m, keep(c, i)) for i, pair in enumerate(pairs) for c, m in enumerate(pair)]):
+        model.prefill(token_ids)
+    return torch.stack([torch.stack([found[c, i] for i in range(len(pairs))]) for c in range(2)])
+
+
+def write_effects(
+    model: NoteModel, recipient: Context, donor: Context, rows: Sequence[int], answer_ids: tuple[int, int]
+) -> WriteEffects:
+    """Recovery when one component's output at one aggregator row is the donor's, for every layer.
+
+    Args:
+        model: runs the suffixes.
+        recipient, donor: prefilled prompts of equal length.
+        rows: aggregator rows in front of the decision.
+        answer_ids: recipient's and donor's answer.
+
+    Raises:
+        PatchError: a row is the decision or does not exist, or the prompts differ in length.
+
+    Cost: one prefill of the donor, and per row ``2 * n_layers`` runs of the suffix behind it.
+    """
+    n, n_layers = len(recipient.cache), model.geometry.n_layers
+    if len(donor.cache) != n:
+        raise PatchError(f"recipient has {n} tokens, donor {len(donor.cache)}; align them first")
+    bad = [r for r in rows if not 0 < r < n - 1]
+    if bad or not rows:
+        raise PatchError(f"row {bad[0] if bad else '(none)'} is not between the first row and the decision (1..{n - 2})")
+    source = component_outputs(model, donor.prompt.token_ids, rows)
+    low, high = (
+        float(logits[1] - logits[0])
+        for logits in (model.answer_logits(c.hidden, answer_ids) for c in (recipient, donor))
+    )
+    out = torch.empty(len(rows), 2, n_layers)
+    pairs = _writers(model)
+    with torch.no_grad(), engine_attention(model):
+        for index, row in enumerate(rows):
+            ids = torch.tensor([recipient.cache.token_ids[row:]], device=recipient.cache.device)
+            positions = torch.arange(row, n, device=recipient.cache.device)[None]
+            for component in range(2):
+
+                def put(layer: int, component: int = component, index: int = index) -> Any:
+                    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+                        changed = _tensor(output).clone()
+                        changed[layer, 0] = source[component, layer, index]
+                        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+                    return hook
+
+                batch = Batch(recipient.cache, row, positions)
+                with _hooked([(pair[component], put(i)) for i, pair in enumerate(pairs)]):
+                    hidden = run_readers(model, batch, ids, n_readers=n_layers)
+                logits = model.answer_logits(hidden, answer_ids).float().cpu()
+                out[index, component] = (logits[:, 1] - logits[:, 0] - low) / (high - low)
+    return WriteEffects(out, tuple(rows))
