@@ -32,7 +32,7 @@ from notelens.zoo.embedded import EMBEDDED, load_embedded, merge_adapter_
 
 logger = logging.getLogger("train_competence")
 
-RANK, ALPHA, LEARNING_RATE, WARM_UP, BATCH = 8, 16, 5e-4, 20, 8
+RANK, ALPHA, LEARNING_RATE, WARM_UP, BATCH = 8, 16, 1e-3, 20, 8
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, float] = {"direct": 0.50, "chain": 0.20, "update": 0.18, "update_chain": 0.12}
 DISTRACTOR_SHARE, LONG_TOKENS = 0.25, 220
@@ -66,7 +66,7 @@ class Phase:
 
 
 PHASES = (
-    Phase(0.35, {"direct": 1.0}, {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}, 0.65, 1.0, 0.0, 0.0),
+    Phase(0.35, {"direct": 1.0}, {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}, 1.0, 1.0, 0.0, 0.0),
     Phase(0.65, KINDS, {"two_clause": 0.1, "swapped": 0.2, "polarity": 0.3, "negated": 0.4}, 0.5, 0.6, 0.1, 0.05),
 )
 
@@ -270,10 +270,14 @@ def train(
     )
     started = time.perf_counter()
     running: list[float] = []
+    hits: list[float] = []
     for step in track(range(1, steps + 1), description="training"):
         ids, weights = padded(batches[step - 1])
         where = weights > 0
-        losses = torch.nn.functional.cross_entropy(supervised_logits(inner, ids, where), ids[where], reduction="none")
+        logits = supervised_logits(inner, ids, where)
+        losses = torch.nn.functional.cross_entropy(logits, ids[where], reduction="none")
+        actions = (logits.argmax(-1) == ids[where])[weights[where] == ACTION_WEIGHT]
+        hits.append(actions.float().mean().item())
         loss = (losses * weights[where]).sum() / weights[where].sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -283,7 +287,8 @@ def train(
         running.append(loss.item())
         if step % 10 == 0:
             spent = time.perf_counter() - started
-            logger.info("step %d loss %.3f (%.1f s, %.2f s a step)", step, sum(running[-10:]) / 10, spent, spent / step)
+            shown = (sum(running[-10:]) / 10, sum(hits[-10:]) / 10, spent, spent / step)
+            logger.info("step %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", step, *shown)
         if step % every == 0 or step == steps:
             first_phase = step <= round(PHASES[0].share * steps)
             cells = accuracy(inner, easy if first_phase else watch, ["kind", "form"])

@@ -8,11 +8,21 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Shapes in annotations are checked under pytest only. Left out are modules that take a NoteModel (checking a protocol
-# on Python 3.11 evaluates its properties, and ``bridge`` is expensive) or whose tests pass wrong types on purpose.
+from tests.contracts import typecheck
+
+# Shapes in annotations are checked under pytest only. The cache, its bridge to transformers and the sites of a swap are left
+# out: they check what they are given, and their tests want to see those errors.
 install_import_hook(
-    ["notelens.cache", "notelens.models.model", "notelens.readout", "notelens.rope"],
-    "beartype.beartype",
+    [
+        "notelens.cache.ops",
+        "notelens.context",
+        "notelens.intervene.kernel",
+        "notelens.intervene.patch",
+        "notelens.models.model",
+        "notelens.readout",
+        "notelens.rope",
+    ],
+    f"{typecheck.__name__}.check",
 )
 
 torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -17,10 +17,9 @@ def text_boxes(figure: Figure) -> list[tuple[str, Bbox]]:
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # an Agg canvas
     hidden: set[int] = set()
     for axis in figure.findobj(Axis):
-        low, high = sorted(axis.get_view_interval())
-        slack = 1e-9 * (high - low)
+        drawn = {id(tick) for tick in axis._update_ticks()}  # no public call says which ticks are drawn
         for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
-            if not low - slack <= tick.get_loc() <= high + slack:
+            if id(tick) not in drawn:
                 hidden |= {id(tick.label1), id(tick.label2)}
     for axes in figure.axes:
         if not axes.axison:

@@ -1,7 +1,7 @@
 """Models and instances on which probes are compared with the oracle.
 
-On the tiny decoder most effects are exactly 0 or 1. Random models of three families give every position an effect of its
-own; their answers are chosen afterwards, so that each prompt of a 2 x 2 grid "decides right" by construction.
+On the tiny decoder most effects are exactly 0 or 1. Random models give every position an effect of its own; their
+answers are chosen afterwards, so that each prompt of a 2 x 2 grid "decides right" by construction.
 """
 
 import json
@@ -16,7 +16,7 @@ from notelens.probes.base import Aggregate, Probe, ProbeResult, Row
 from notelens.tasks.base import Instance
 from tests.contracts.models import random_hf
 from tests.oracle.swap import full_logits
-from tests.tiny import VOCABULARY, tiny_hf, tiny_instance, tiny_instances, tiny_model, wrapped
+from tests.tiny import FAMILIES, VOCABULARY, tiny_hf, tiny_instance, tiny_instances, tiny_model, wrapped
 
 CASES = ("tiny", "llama", "gemma2")
 """``gemma2`` adds sliding windows, sinks of the softcap and a final cap to what ``llama`` has."""
@@ -30,28 +30,31 @@ HEAD_SCALE = 40.0
 @cache
 def case(name: str) -> tuple[Any, Any, tuple[Instance, ...]]:
     """(model behind the protocol, the plain transformers model, two decided instances); shared and read-only."""
-    instances = [tiny_instance("polarity", "parcel"), tiny_instance("swapped", "visit", 1)]
     if name == "tiny":
-        hf = tiny_hf()
-        return tiny_model(), hf, tuple(instances)
-    overrides = {} if name != "gemma2" else {"final_logit_softcapping": 200.0}
+        return tiny_model(), tiny_hf(), (tiny_instance("polarity", "parcel"), tiny_instance("swapped", "visit", 1))
+    overrides = {} if name != "gemma2" else {"final_logit_softcapping": 1000.0, "sliding_window": 16}
     hf = random_hf(name, **overrides)
     hf.lm_head.weight.data *= HEAD_SCALE
-    return wrapped(hf, f"{name}-decided", gate=False), hf, tuple(_decided(hf, i) for i in instances)
+    model = wrapped(hf, f"{name}-decided", gate=False)  # first: wrapping chooses an attention that knows the softcap
+    return model, hf, tuple(_decided(hf, form) for form in ("polarity", "swapped"))
 
 
-def _decided(hf: Any, instance: Instance) -> Instance:
-    """The instance with the answers whose margins have the right signs in all cells, by the largest smallest margin."""
-    cells = sorted(instance.cells)
-    logits = {c: full_logits(hf, instance.cells[c].token_ids, range(len(VOCABULARY))).tolist() for c in cells}
-    signs = {c: 1 if instance.conclusion[c] == 1 else -1 for c in cells}
-    best = max(
-        permutations(range(len(VOCABULARY)), 2),
-        key=lambda pair: min(signs[c] * (logits[c][pair[1]] - logits[c][pair[0]]) for c in cells),
-    )
-    smallest = min(signs[c] * (logits[c][best[1]] - logits[c][best[0]]) for c in cells)
-    assert smallest > 0.5, f"no pair of answers is decided by {instance.id}: {smallest}"
-    return replace(instance, answer_ids=best)
+def _decided(hf: Any, form: str) -> Instance:
+    """The first instance with a pair of answers whose margins have the right signs in all cells, with these answers."""
+    for index in range(40):
+        instance = tiny_instance(form, FAMILIES[index % len(FAMILIES)], index)
+        cells = sorted(instance.cells)
+        ids = range(len(VOCABULARY))
+        logits = {c: full_logits(hf, instance.cells[c].token_ids, ids).tolist() for c in cells}
+        signs = {c: 1 if instance.conclusion[c] == 1 else -1 for c in cells}
+
+        def smallest(pair: tuple[int, ...], signs: Any = signs, logits: Any = logits) -> float:
+            return min(sign * (logits[c][pair[1]] - logits[c][pair[0]]) for c, sign in signs.items())
+
+        a, b = max(permutations(ids, 2), key=smallest)
+        if smallest((a, b)) > 0.5:
+            return replace(instance, answer_ids=(a, b))
+    raise AssertionError(f"no instance of form {form} is decided by any pair of answers")
 
 
 def run(probe: Probe, name: str = "tiny", instances: Sequence[Instance] | None = None) -> ProbeResult:

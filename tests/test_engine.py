@@ -1,5 +1,6 @@
 """The patch engine: known values on the hand-set decoder, refusals with numbers in them, and clean-up."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,14 +9,13 @@ import pytest
 import torch
 
 from notelens.cache.kv import KVCache
-from notelens.cache.ops import slice_rows
+from notelens.cache.ops import replace_rows, slice_rows
 from notelens.errors import InputError, NonFiniteError, PatchError, UnsupportedModelError
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
 from notelens.intervene.kernel import KERNEL
 from notelens.intervene.patch import hook_isolated_swap
 from tests.contracts import models as contract
-from tests.oracle.swap import loop_in_forward_swap
-from tests.tiny import READ_KV_HEAD, READ_LAYER, TOKEN_IDS, tiny_hf, tiny_instance, tiny_margin, tiny_pair, wrapped
+from tests.tiny import READ_KV_HEAD, READ_LAYER, TOKEN_IDS, tiny_hf, tiny_margin, tiny_pair, wrapped
 
 ANSWERS = (TOKEN_IDS["deny"], TOKEN_IDS["approve"])
 PAIR = tiny_pair(n_notes=1)
@@ -127,15 +127,14 @@ def test_a_field_row_is_nothing_isolated_and_everything_in_forward(tiny: Any) ->
 
 
 def test_in_forward_rows_are_held_also_where_they_equal_the_recipients(tiny: Any) -> None:
-    """Field and trigger both flip: the note of the donor is the recipient's. Swapping field and note holds the note."""
-    cells = tiny_instance("polarity").cells
-    recipient, donor = (tiny.prefill(cells[c].token_ids).cache for c in ((0, 0), (1, 1)))
-    positions = (*cells[0, 0].positions("field"), cells[0, 0].tokens.index(";"))
-    slow = loop_in_forward_swap(tiny.hf, cells[0, 0].token_ids, cells[1, 1].token_ids, positions, ANSWERS)
-    assert float(slow[1] - slow[0]) == pytest.approx(tiny_margin(1.0), abs=1e-4)
+    """The donor has another field and the recipient's note. Swapping both rows must hold the note, not recompute it."""
+    recipient, fresh = caches(tiny)
+    field = PAIR.old.positions("field")
+    donor = replace_rows(recipient, fresh, field)
     reader = Reader.last(recipient, ANSWERS)
-    found = swap_effects(tiny, recipient, [donor], [Site(positions)], reader, mode="in_forward")
-    assert margins(found) == pytest.approx([tiny_margin(1.0)], abs=1e-4)
+    sites = [Site(field), Site((*field, NOTE)), Site(tuple(range(N - 1)))]
+    found = swap_effects(tiny, recipient, [donor], sites, reader, mode="in_forward")
+    assert margins(found) == pytest.approx([NEW, OLD, OLD], abs=1e-4)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -294,12 +293,14 @@ def test_the_kernel_refuses_to_run_outside_the_engine() -> None:
 
 def test_a_model_whose_attention_bypasses_the_interface_is_refused() -> None:
     """A model that calls its own attention would be measured without any patch; the engine counts its calls."""
-    model = wrapped(tiny_hf(), "bypass", gate=False)
-    attention = model.hf.model.layers[1].self_attn
-    attention.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    hf = tiny_hf()
+    hf.set_attn_implementation("eager")
+    attention = hf.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)  # stays eager whatever the model is set to
+    model = wrapped(hf, "bypass", gate=False, attention="eager")
     with pytest.raises(UnsupportedModelError, match=r"called \[1, 0\] times per layer instead of once"):
         effects(model, [Site((NOTE,))])
-    assert model.attention_kernel == "sdpa"
+    assert model.attention_kernel == "eager"
 
 
 # --- the same swap through hooks --------------------------------------------------------------------------------------

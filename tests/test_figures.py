@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 from notelens.errors import RecordError
 from notelens.report import style
-from notelens.report.layers import Panel, draw_layers
+from notelens.report.layers import Accuracy, Panel, draw_layers
 from notelens.report.recovery import Bar, draw_recovery
 from notelens.report.strip import MAX_TOKENS, UNPATCHED, Strip, draw_strips, readable
 from notelens.report.topk import Curve, Share, draw_topk
@@ -155,32 +155,45 @@ def panel(
     title: str, anchors: tuple[str, ...] = ("rule end", "before request", "before decision", "decision")
 ) -> Panel:
     curves = {a: layer_curve(10 + 3 * i) for i, a in enumerate(anchors)}
-    flat = {a: Curve("", "random", LAYERS, (0.5,) * 31) for a in anchors}
+    flat = Curve("", "random", LAYERS, (0.5,) * 31, (0.4,) * 31, (0.6,) * 31)
+    rows = {
+        "conclusion": Accuracy(curves, flat),
+        "conclusion,\nnew families": Accuracy(curves),
+        "field": Accuracy(curves),
+    }
     write = {a: 0.4 + 0.1 * i for i, a in enumerate(anchors)}
-    return Panel(title, curves, curves, flat, layer_curve(24, 0), write, 0.8, ("write 0.40 to 0.70", "commit 0.80"))
+    return Panel(title, rows, layer_curve(24, 0), write, 0.8, ("write 0.40 to 0.70 (4 of 5 anchors)", "commit 0.80"))
 
 
-@pytest.mark.parametrize("n_panels", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_panels", [1, 2, 3])
 def test_layer_curves_write_and_commit(n_panels: int) -> None:
     panels = [panel(f"form {i}") for i in range(n_panels)]
     figure = draw_layers(panels, 30, subtitle="a model")
     check(figure)
-    assert len(figure.axes) == 2 * n_panels
+    assert len(figure.axes) == 3 * n_panels
     upper = figure.axes[:n_panels]
     for axes, shown in zip(upper, panels, strict=True):
         lines = {line.get_label(): line for line in axes.lines}
-        for anchor, c in shown.conclusion.items():
+        for anchor, c in shown.rows["conclusion"].curves.items():
             assert tuple(lines[anchor].get_ydata()) == c.y
             assert lines[f"write {anchor}"].get_xdata()[0] == pytest.approx(30 * (shown.write_depth[anchor] or 0))
         assert shown.commit is not None
         assert tuple(lines["commit"].get_ydata()) == shown.commit.y
         assert any(list(line.get_xdata()) == [24.0, 24.0] for line in axes.lines)  # commit depth 0.8 of 30 layers
-    looks = [(lines[a].get_color(), lines[a].get_marker()) for a in panels[0].conclusion]
+    looks = [(lines[a].get_color(), lines[a].get_marker()) for a in panels[0].rows["conclusion"].curves]
     assert len({c for c, _ in looks}) == len({m for _, m in looks}) == 4
 
 
+def test_more_sets_of_forms_than_fit_are_counted() -> None:
+    figure = draw_layers([panel(f"form {i}") for i in range(5)], 30, subtitle="a model")
+    check(figure)
+    assert "a model · the first 3 of 5 sets of rule forms" in texts(figure)
+
+
 def test_layers_without_field_commit_or_write() -> None:
-    figure = draw_layers([Panel("bare", {"decision": layer_curve(9)}, write_depth={"decision": None})], 30)
+    figure = draw_layers(
+        [Panel("bare", {"conclusion": Accuracy({"decision": layer_curve(9)})}, write_depth={"decision": None})], 30
+    )
     check(figure)
     assert len(figure.axes) == 1
 

@@ -236,9 +236,9 @@ def test_a_wrong_pairing_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_attention_that_bypasses_the_interface_is_refused(layer: int) -> None:
     """One layer keeps its own attention whatever the model is set to: the engine would never see it."""
     hf = contract.random_hf("llama")
+    hf.set_attn_implementation("eager")
     attention = hf.model.layers[layer].self_attn
     attention.config = copy.deepcopy(attention.config)
-    attention.config._attn_implementation = "eager"
     report = run_gate(model_of(hf), bridge=False)
     assert [c.name for c in report.checks if not c.passed] == [ENGINE]
     assert "does not go through transformers' attention interface" in report.failure()
@@ -255,7 +255,9 @@ def test_a_model_that_reads_nothing_is_refused() -> None:
 
 def test_a_bridge_on_other_weights_is_refused() -> None:
     model = model_of(contract.random_hf("llama"))
-    model.__dict__["bridge"] = contract.note_model("qwen3").bridge
+    other = contract.random_hf("llama")
+    other.lm_head.weight.data *= 1.1
+    model.__dict__["bridge"] = model_of(other).bridge
     assert BRIDGE in failed(model, bridge=True)
 
 
@@ -264,6 +266,14 @@ def test_overflow_is_refused() -> None:
     hf.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(NonFiniteError, match="not finite"):
         wrap(hf, new_tokenizer(), name="model")
+
+
+def test_a_kernel_that_drops_the_soft_cap_is_seen() -> None:
+    """sdpa runs Gemma-2 without a word and without the cap on its scores; the engine caps, so the two disagree."""
+    hf = contract.random_hf("gemma2")
+    model = model_of(hf)
+    hf.set_attn_implementation("sdpa")
+    assert ENGINE in failed(model)
 
 
 def test_scores_that_a_kernel_cannot_cap_are_refused() -> None:

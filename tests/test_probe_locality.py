@@ -1,5 +1,6 @@
 """Locality: known answers on the tiny decoder, equality with the oracle, exclusions, faults that must be noticed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from notelens.intervene.engine import SwapEffects, swap_effects
 from notelens.probes import swaps
 from notelens.probes.base import DIRECTIONS, ProbeResult, Swapped, end_values, site_values, swap_pair
 from notelens.probes.locality import SITES, Locality, locality_sites
+from notelens.prompt import Span
 from notelens.readout import Recovery, exclusion
 from tests.oracle import probes as oracle
 from tests.probe_cases import (
@@ -82,10 +84,6 @@ def test_equals_the_oracle(name: str) -> None:
 
 
 def test_a_field_with_two_parts_keeps_the_rows_between_them_downstream() -> None:
-    from dataclasses import replace
-
-    from notelens.prompt import Span
-
     pair = tiny_pair()
     at = pair.old.positions("field")[0]
     spans = {**pair.old.spans, "field": (Span(at, at + 1), Span(at + 3, at + 4))}
@@ -131,7 +129,7 @@ def test_a_gap_too_small_has_no_recovery_and_does_not_divide(gap: float) -> None
 def test_patches_that_never_reach_the_model_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def idle(model: Any, recipient: Any, donors: Any, sites: Any, reader: Any) -> SwapEffects:
         out = swap_effects(model, recipient, [], [], reader)
-        return SwapEffects(out.baseline.expand(len(sites), -1), out.baseline, out.mode, 1)
+        return replace(out, logits=out.baseline.expand(len(sites), -1))
 
     monkeypatch.setattr(swaps, "swap_effects", idle)
     with pytest.raises(PatchError, match="did not reach"):

@@ -417,7 +417,7 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
     ("bad", "error", "message"),
     [
         ("twice", TaskError, "stage 'map' has two items with the id 'same'"),
-        ("type", RecordError, "a record holds a object at values.oops"),
+        ("type", RecordError, "a record holds a value of type object at oops"),
         ("row", RecordError, "gave a row of 'other'"),
     ],
 )

@@ -130,10 +130,11 @@ class FamilySpec:
 
     Attributes:
         model_types: values of ``config.model_type`` that this spec understands.
-        known_keys: config keys that change how attention, positions or the head work and that this spec handles.
+        eager_only: what only eager attention computes (soft caps, sinks), or ``None`` where any kernel will do.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
+    eager_only: ClassVar[str | None] = None
 
     def text_config(self, config: Any) -> Any:
         """The part of the config that describes the decoder."""

@@ -149,10 +149,9 @@ def wrap(
     """
     family = family_for(hf.config)
     hf.eval().requires_grad_(False)
-    capped = getattr(family.text_config(hf.config), "attn_logit_softcapping", None) is not None
-    if capped and attention == "sdpa":
-        raise InputError(f"{name}: attention scores are soft-capped, which 'sdpa' does not do; use attention 'eager'")
-    kernel = attention or ("eager" if capped else "sdpa")
+    if family.eager_only is not None and attention == "sdpa":
+        raise InputError(f"{name} has {family.eager_only}, which attention 'sdpa' does not compute; use 'eager'")
+    kernel = attention or ("sdpa" if family.eager_only is None else "eager")
     if hf.config._attn_implementation != kernel:
         hf.set_attn_implementation(kernel)
     model = HFNoteModel(hf, tokenizer, family, name=name, revision=revision)

@@ -29,6 +29,15 @@ SMALL: dict[str, Any] = {
 }
 
 
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 64},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 64, "num_hidden_layers": 6},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
 def architecture(name: str) -> str:
     """``model_type`` of an embedded model, a known hub id, a family name, or a local folder.
 
@@ -55,10 +64,7 @@ def random_config(kind: str, vocab_size: int, **overrides: Any) -> Any:
     from transformers import AutoConfig
 
     settings = {**SMALL, "vocab_size": vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if kind == "gemma2":
-        settings |= {"query_pre_attn_scalar": 16, "sliding_window": 64}
-    if kind == "mistral":
-        settings |= {"sliding_window": None}
+    settings |= EXTRA.get(kind, {})
     return AutoConfig.for_model(kind, **{**settings, **overrides})
 
 

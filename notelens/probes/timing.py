@@ -8,9 +8,9 @@ Nothing is patched (``swap`` is ``none``). Residual index 0 is the embedding and
 is an index over the number of layers.
 
 Stage ``commit``, per pair along the field axis: the logit-lens margin at the decision position, layer by layer, of
-*both* prompts. A pair commits at the first index from which both margins keep their final signs. One prompt alone would
-have the right sign by chance half of the time from the first layer on. Pairs that are not decided right are excluded and
-counted.
+*both* prompts. A pair commits at the first index from which both margins keep their final signs. One prompt alone
+would have the right sign by chance half of the time from the first layer on. Pairs that are not decided right are
+excluded and counted.
 
 Stage ``read_out``, per form set and family: linear probes (:mod:`~notelens.probes.linear`) at several anchors, for the
 conclusion, the field's value, the repetition confound and shuffled conclusions (:mod:`~notelens.probes.timing_labels`).
@@ -108,14 +108,15 @@ class Timing(Probe):
             InputError: a family has fewer groups than folds, or there is one family only for leave-one-family-out.
             SpanError: an anchor was asked for that a prompt does not have.
         """
-        if stage == "commit":
-            return [Item(pair.id, stage, (i, pair)) for i, pair in pairs_along(instances, "field")]
         covered = {i.form for i in instances}
         sets = [s for s in self.form_sets if set(s.split("+")) <= covered]
         if not sets:
             raise TaskError(
                 f"form sets {', '.join(self.form_sets)} are not covered by forms {', '.join(sorted(covered))}"
             )
+        if stage == "commit":
+            forms = sorted({form for s in sets for form in s.split("+")})
+            return [Item(pair.id, stage, (i, pair)) for i, pair in pairs_along(instances, "field", forms=forms)]
         anchors = self._usable_anchors(instances)
         items: list[Item] = []
         for grouping in self.groupings:

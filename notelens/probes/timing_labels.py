@@ -50,7 +50,7 @@ def make_labels(samples: Sequence[Sample], key: str, *, n_shuffles: int, with_fi
 
 
 def agreement(labels: Mapping[str, Label]) -> int | None:
-    """Prompts in which conclusion and repetition coincide, up to exchanging the names of one; ``None`` without repetition."""
+    """Prompts in which conclusion and repetition coincide, up to naming; ``None`` where nothing is repeated."""
     if "repetition" not in labels:
         return None
     pairs = list(zip(labels["conclusion"].truth, labels["repetition"].truth, strict=True))

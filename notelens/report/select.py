@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from notelens.report.reference import reference_rows
 from notelens.report.recovery import Bar
+from notelens.report.reference import reference_rows
 from notelens.report.strip import Strip, readable
 from notelens.report.style import number
 from notelens.report.topk import Curve, Share

@@ -56,7 +56,7 @@ def family_problems(name: str, family: Any) -> list[str]:
 def _documented(entry: Any) -> list[str]:
     text = (vars(entry).get("__doc__") or "").strip()  # vars: a docstring of its own, not the base class's
     first = text.splitlines()[0] if text else ""
-    problems = [] if len(first.split()) >= 2 and first.endswith(".") else [f"docstring's first line is {first!r}"]
+    problems = [] if len(first.split()) >= 2 and first[-1] in ".?" else [f"docstring's first line is {first!r}"]
     module = inspect.getmodule(entry)
     if module is None or not (module.__doc__ or "").strip():
         problems.append("its module has no docstring")

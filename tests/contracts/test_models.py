@@ -60,9 +60,10 @@ def test_several_readers_are_several_calls(any_model: Any) -> None:
 @pytest.mark.parametrize("name", contract.SLIDING)
 def test_engine_equals_the_slow_loop_far_beyond_the_window(name: str) -> None:
     model, n = contract.note_model(name), 6 * contract.WINDOW
-    recipient, donor = contract.random_ids(n), contract.random_ids(n, changed=[1, n - 9, n - 3])
     for n_reader in (1, contract.WINDOW + 3):
-        sites = [Site((p,)) for p in range(0, n - n_reader, 3)] + [Site(tuple(range(n - n_reader)))]
+        end = n - n_reader
+        recipient, donor = contract.random_ids(n), contract.random_ids(n, changed=[1, end - 9, end - 3])
+        sites = [Site((p,)) for p in range(0, end, 3)] + [Site(tuple(range(end)))]
         found = contract.swap_problems(model, recipient, [donor], contract.ANSWERS, sites=sites, n_reader=n_reader)
         assert found == []
 

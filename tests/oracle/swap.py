@@ -116,7 +116,7 @@ def loop_in_forward_swap(
     answer_ids: Sequence[int],
     layers: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Answer logits of the recipient run as a whole, with the donor's rows put in place while every layer computes its own.
+    """Answer logits of the recipient run as a whole, the donor's rows put in place as every layer computes its own.
 
     Later positions and layers see the replaced rows, so they change too: the other kind of swap (DESIGN section 2).
     """

@@ -13,6 +13,7 @@ class Gemma2(FamilySpec):
 
     model_types = ("gemma2",)
     window = window_from_layer_types
+    eager_only = "soft-capped attention scores"
 
     def writers(self, layer: Any) -> tuple[nn.Module, nn.Module]:
         return layer.post_attention_layernorm, layer.post_feedforward_layernorm
