@@ -10,8 +10,8 @@ from jaxtyping import install_import_hook
 
 from tests.contracts import typecheck
 
-# Shapes in annotations are checked under pytest only. The cache, its bridge to transformers and the sites of a swap are left
-# out: they check what they are given, and their tests want to see those errors.
+# Shapes in annotations are checked under pytest only. The cache, its bridge to transformers and the sites of a swap are
+# left out: they check what they are given, and their tests want to see those errors.
 install_import_hook(
     [
         "notelens.cache.ops",

@@ -94,11 +94,9 @@ def test_equals_the_oracle(name: str) -> None:
 
 def test_a_model_that_reads_the_field_does_not_follow() -> None:
     found = Injection(doses=(1,)).run(ContextStore(broken_direct()), grid(4, ("polarity",)))
-    assert found.get("follow_rate").estimate.value == 1.0 or found.get("recovery").estimate.value < 1.0
-    assert found.get("follow_rate", notes="after_rule").estimate.n == len(found.rows) * 1 or True
-    behind = found.get("recovery", notes="after_rule", donor="trigger").estimate.value
-    assert behind == pytest.approx(0.0, abs=1e-4)
-    assert found.get("follow_rate", donor="trigger", notes="after_rule").estimate.value == 0.0
+    for params in ({}, {"notes": "after_rule"}, {"donor": "trigger", "notes": "after_rule"}):
+        assert found.get("recovery", **params).estimate.value == pytest.approx(0.0, abs=1e-4)
+        assert found.get("follow_rate", **params).estimate.value == 0.0
 
 
 def test_an_undecided_model_has_no_dose_curve() -> None:
@@ -108,10 +106,8 @@ def test_an_undecided_model_has_no_dose_curve() -> None:
     assert all(r.excluded and "recovery" not in r.values and r.values["competent"] is False for r in rows)
     lines = [a for a in probe.aggregate(rows) if a.metric == "recovery" and a.method == "both"]
     assert all(a.estimate.value is None and a.n_excluded == 2 for a in lines)
-    (everything,) = [
-        a for a in probe.aggregate(rows) if a.metric == "follow_rate" and dict(a.params) == {"rows": "all"} and a.method == "both"
-    ]  # fmt: skip
-    assert everything.estimate.n == 2
+    everyone = [a for a in probe.aggregate(rows) if dict(a.params) == {"rows": "all"} and a.method == "both"]
+    assert [(a.metric, a.estimate.n) for a in everyone] == [("follow_rate", 2)]
 
 
 def test_the_table_comes_from_rows(result: ProbeResult) -> None:

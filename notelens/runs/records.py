@@ -69,7 +69,7 @@ def _plain(value: object, path: str, nulls: dict[str, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v, f"{path}.{i}", nulls) for i, v in enumerate(cast(Sequence[Any], value))]
     raise RecordError(
-        f"a record holds a {type(value).__name__} at {path or 'its root'}; only what JSON knows can be kept"
+        f"a record holds a value of type {type(value).__name__} at {path or 'its root'}; only what JSON knows is kept"
     )
 
 
