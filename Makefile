@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv quickstart test check format smoke notebooks clean
+.PHONY: help venv quickstart test check format smoke bench notebooks clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +48,13 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 
 smoke: $(STAMP)  ## run every small configuration
 	@set -e; for config in configs/smoke/*.yaml; do echo "$$config"; $(BIN)/notelens run "$$config"; done
+
+bench: $(STAMP)  ## time the patch engine against its alternatives; writes benchmarks/results.md (12 minutes, idle machine)
+	$(PIP) install --quiet -c constraints.txt -e ".[bench]"
+	@mkdir -p runs/bench
+	$(BIN)/python -m pytest benchmarks -q -W default --benchmark-quiet --benchmark-json=runs/bench/timings.json
+	$(BIN)/python -m benchmarks.memory --out runs/bench/memory.jsonl
+	$(BIN)/python -m benchmarks.report runs/bench
 
 notebooks: $(STAMP)  ## execute every notebook, keeping none of the outputs
 	@set -e; for notebook in notebooks/*.ipynb; do $(BIN)/jupyter-execute "$$notebook"; done

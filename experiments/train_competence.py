@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from notelens.spans import encode
@@ -28,6 +29,7 @@ from notelens.tasks.base import Cell
 from notelens.tasks.gated import GatedDecisions
 from notelens.tasks.render import Draw, Mode, Order
 from notelens.tasks.scenarios import BUILTIN, FORMS, load_families
+from notelens.models.load import default_cache_dir
 from notelens.zoo.embedded import EMBEDDED, load_embedded, merge_adapter_
 
 logger = logging.getLogger("train_competence")
@@ -65,10 +67,37 @@ class Phase:
     long: float
 
 
-PHASES = (
-    Phase(0.35, {"direct": 1.0}, {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}, 1.0, 1.0, 0.0, 0.0),
-    Phase(0.65, KINDS, {"two_clause": 0.1, "swapped": 0.2, "polarity": 0.3, "negated": 0.4}, 0.5, 0.6, 0.1, 0.05),
+EVERYTHING = {"two_clause": 0.1, "swapped": 0.2, "polarity": 0.3, "negated": 0.4}
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A stretch of training with an optimiser and a learning-rate schedule of its own.
+
+    Attributes:
+        steps: how many steps are run.
+        schedule: number of steps over which the learning rate falls to zero; longer than ``steps`` breaks the leg off.
+        phases: what is drawn, in order; shares are of ``schedule``.
+    """
+
+    steps: int
+    schedule: int
+    phases: tuple[Phase, ...]
+
+
+LEGS = (
+    Leg(
+        200,
+        260,
+        (
+            Phase(0.35, {"direct": 1.0}, {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}, 1.0, 1.0, 0.0, 0.0),
+            Phase(0.65, KINDS, EVERYTHING, 0.5, 0.6, 0.1, 0.05),
+        ),
+    ),
+    Leg(240, 240, (Phase(1.0, KINDS, EVERYTHING, 0.55, 0.7, 0.05, 0.03),)),
 )
+"""One falling schedule over 260 steps ended with the field-first forms learnt and the others at chance (measured), so the
+second leg warms up again. Between legs the adapter is rounded to float16, as it is saved, so that a leg can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +162,7 @@ def draw_stream(tokenizer: Any, task: GatedDecisions, seed: int) -> Iterator[Dra
         yield from draws
 
 
-def training_batches(tokenizer: Any, seed: int, steps: int) -> list[list[Example]]:
+def training_batches(tokenizer: Any, seed: int, leg: Leg) -> list[list[Example]]:
     """Batches of four minimal pairs: two cells of one draw with different right answers, all of the same kind of length.
 
     Within a pair everything but field (or trigger) is equal, so what any word does for an answer as such cancels in the
@@ -142,9 +171,9 @@ def training_batches(tokenizer: Any, seed: int, steps: int) -> list[list[Example
     rng = random.Random(f"{seed}/mix")
     streams: dict[tuple[str, str, str, int | None], tuple[GatedDecisions, Iterator[Draw]]] = {}
     batches: list[list[Example]] = []
-    for number, phase in enumerate(PHASES):
-        last = number == len(PHASES) - 1
-        n_batches = steps - len(batches) if last else round(phase.share * steps)
+    for number, phase in enumerate(leg.phases):
+        last = number == len(leg.phases) - 1
+        n_batches = leg.schedule - len(batches) if last else round(phase.share * leg.schedule)
         for _ in track(range(n_batches), description=f"prompts of phase {number + 1}"):
             batch: list[Example] = []
             length = LONG_TOKENS if rng.random() < phase.long else None
@@ -169,7 +198,7 @@ def training_batches(tokenizer: Any, seed: int, steps: int) -> list[list[Example
                     cell = (fixed, i) if along_trigger else (i, fixed)
                     batch.append(make_example(tokenizer, task, draw, kind, cell, rng))
             batches.append(batch)
-    return batches
+    return batches[: leg.steps]
 
 
 def heldout_examples(tokenizer: Any, seed: int, n: int, orders: Sequence[Order]) -> list[Example]:
@@ -240,38 +269,84 @@ def save_adapter(peft_model: Any, path: Path, meta: dict[str, Any]) -> None:
     save_file(tensors, str(path), metadata={"notelens": json.dumps(meta, sort_keys=True)})
 
 
+def load_adapter_(peft_model: Any, path: Path) -> None:
+    """Put a saved adapter into a model that is being trained."""
+    parameters = dict(peft_model.named_parameters())
+    with safe_open(str(path), framework="pt") as file, torch.no_grad():
+        for key in file.keys():  # noqa: SIM118  # a safetensors file is no mapping
+            target, part = key.rsplit(".", 1)
+            parameters[f"base_model.model.{target}.{part}.default.weight"].copy_(file.get_tensor(key))
+
+
 def train(
-    model: str, seed: int, steps: int, out: Path, checkpoint_dir: Path | None, every: int
+    model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int, resume: tuple[int, Path] | None
 ) -> tuple[Path, dict[str, Any]]:
-    """Train and save; returns the adapter's path and its metadata."""
+    """Train and save; returns the adapter's path and its metadata.
+
+    Args:
+        resume: number of the leg to begin with, and the adapter that the leg before it ended with.
+    """
     from peft import LoraConfig, get_peft_model
 
-    base, tokenizer = load_embedded(model, competence=False)
-    torch.manual_seed(seed)
-    batches = training_batches(tokenizer, seed, steps)
-    watch = heldout_examples(tokenizer, seed, 3, ("value_first", "rule_first"))
-    easy = [e for e in watch if e.kind == "direct"]
-    digest = hashlib.sha256(repr([[e.ids for e in b] for b in batches]).encode()).hexdigest()
+    base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
     meta: dict[str, Any] = {
-        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": steps, "batch": BATCH, "learning_rate": LEARNING_RATE,
-        "model": model, "base_sha256": EMBEDDED[model].sha256, "train_families": splits["train"],
-        "eval_families": splits["eval"], "data_sha256": digest,
+        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(leg.steps for leg in LEGS), "batch": BATCH,
+        "learning_rate": LEARNING_RATE, "model": model, "base_sha256": EMBEDDED[model].sha256,
+        "train_families": splits["train"], "eval_families": splits["eval"],
         "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
-        "trained_tokens": sum(len(e.ids) for b in batches for e in b),
     }  # fmt: skip
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
+    torch.manual_seed(seed)
     peft_model = get_peft_model(base, config)
+    started = time.perf_counter()
+    digest, tokens = hashlib.sha256(), 0
+    for number, leg in enumerate(LEGS):
+        batches = training_batches(tokenizer, seed + number, leg)
+        digest.update(repr([[e.ids for e in b] for b in batches]).encode())
+        tokens += sum(len(e.ids) for b in batches for e in b)
+        if resume is not None and number < resume[0]:
+            continue
+        if resume is not None and number == resume[0]:
+            load_adapter_(peft_model, resume[1])
+        name = f"leg{number}_step"
+        run_leg(peft_model, tokenizer, leg, batches, seed, checkpoint_dir, every, name, meta)
+        with torch.no_grad():
+            for parameter in peft_model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.half().float())
+    meta |= {"data_sha256": digest.hexdigest(), "trained_tokens": tokens}
+    meta["train_seconds"] = round(time.perf_counter() - started)
+    meta["resumed_at_leg"] = resume[0] if resume is not None else None
+    path = out / str(EMBEDDED[model].adapter)
+    save_adapter(peft_model, path, meta)
+    return path, meta
+
+
+def run_leg(
+    peft_model: Any,
+    tokenizer: Any,
+    leg: Leg,
+    batches: Sequence[Sequence[Example]],
+    seed: int,
+    checkpoint_dir: Path | None,
+    every: int,
+    name: str,
+    meta: dict[str, Any],
+) -> None:
+    """Optimise over ``batches``, logging loss and held-out accuracy; changes the adapter in ``peft_model``."""
     inner = peft_model.get_base_model()
+    watch = heldout_examples(tokenizer, seed, 3, ("value_first", "rule_first"))
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+    steps = leg.schedule
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda s: min((s + 1) / WARM_UP, max(0.0, (steps - s) / max(1, steps - WARM_UP)))
     )
     started = time.perf_counter()
     running: list[float] = []
     hits: list[float] = []
-    for step in track(range(1, steps + 1), description="training"):
+    for step in track(range(1, len(batches) + 1), description="training"):
         ids, weights = padded(batches[step - 1])
         where = weights > 0
         logits = supervised_logits(inner, ids, where)
@@ -288,22 +363,17 @@ def train(
         if step % 10 == 0:
             spent = time.perf_counter() - started
             shown = (sum(running[-10:]) / 10, sum(hits[-10:]) / 10, spent, spent / step)
-            logger.info("step %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", step, *shown)
-        if step % every == 0 or step == steps:
-            first_phase = step <= round(PHASES[0].share * steps)
-            cells = accuracy(inner, easy if first_phase else watch, ["kind", "form"])
-            logger.info("step %d held-out %s", step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items()))
+            logger.info("%s %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", name, step, *shown)
+        if step % every == 0:
+            cells = accuracy(inner, watch, ["kind", "order"])
+            logger.info("%s %d held-out %s", name, step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items()))
             if checkpoint_dir is not None:
-                save_adapter(peft_model, checkpoint_dir / f"adapter_step{step}.safetensors", {**meta, "steps": step})
-    meta["train_seconds"] = round(time.perf_counter() - started)
-    path = out / str(EMBEDDED[model].adapter)
-    save_adapter(peft_model, path, meta)
-    return path, meta
+                save_adapter(peft_model, checkpoint_dir / f"adapter_{name}{step}.safetensors", meta)
 
 
 def evaluate(model: str, path: Path, seed: int, n: int) -> dict[str, tuple[float, int]]:
     """Held-out accuracy of the saved file merged into a fresh base model, by form, kind and order."""
-    base, tokenizer = load_embedded(model, competence=False)
+    base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     merge_adapter_(base, path)
     examples = heldout_examples(tokenizer, seed, n, ("value_first", "rule_first"))
     return accuracy(base, examples, ["kind", "form", "order"])
@@ -320,7 +390,7 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         for k, (a, n) in cells.items()
     ]
     mix = {
-        "phases": [asdict(phase) for phase in PHASES], "distractor_updates": DISTRACTOR_SHARE,
+        "legs": [asdict(leg) for leg in LEGS], "distractor_updates": DISTRACTOR_SHARE,
     }  # fmt: skip
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     card = {**meta, "sha256": sha, "mix": mix, "heldout": rows}
@@ -336,14 +406,15 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         )
     )
     phases = "\n".join(
-        f"  - {p.share:.0%} of the steps: {_weights(p.kinds)}; {_weights(p.forms)}; field before rule {p.value_first:.0%}; two "
+        f"  - leg of {leg.steps} steps (schedule {leg.schedule}), {p.share:.0%}: {_weights(p.kinds)}; {_weights(p.forms)}; field before rule {p.value_first:.0%}; two "
         f"filler lines {p.short:.0%}; plain {p.plain:.0%} of direct; about {LONG_TOKENS} tokens {p.long:.0%}."
-        for p in PHASES
+        for leg in LEGS
+        for p in leg.phases
     )
     text = f"""# Competence adapter of `{meta["model"]}`
 
 Written by `experiments/train_competence.py`; retrain with
-`python experiments/train_competence.py --model {meta["model"]} --seed {meta["seed"]} --steps {meta["steps"]}`.
+`python experiments/train_competence.py --model {meta["model"]} --seed {meta["seed"]}`.
 
 - Base: {EMBEDDED[meta["model"]].source}; adapter: LoRA r={RANK}, alpha={ALPHA} on all seven projections, float16,
   {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`.
@@ -378,16 +449,20 @@ def main(
     model: Annotated[str, typer.Option(help="embedded model")] = "smollm2",
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="folder of the adapter and its card")] = Path("notelens/zoo/adapters"),
-    steps: int = 260,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="keep intermediate adapters here")] = None,
     checkpoint_every: int = 60,
+    resume_leg: Annotated[int | None, typer.Option(help="begin with this leg, from the adapter of --resume-from")] = None,
+    resume_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
     eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
-    path, meta = train(model, seed, steps, out, checkpoint_dir, checkpoint_every)
+    if (resume_leg is None) != (resume_from is None):
+        raise typer.BadParameter("give --resume-leg and --resume-from together")
+    resume = None if resume_leg is None or resume_from is None else (resume_leg, resume_from)
+    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, resume)
     cells = evaluate(model, path, seed, eval_n)
     write_card(path, meta, cells)
     for key, (value, n) in cells.items():

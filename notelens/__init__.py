@@ -21,7 +21,7 @@ _LAZY = {
     "Reader": "notelens.intervene.engine",
     "swap_effects": "notelens.intervene.engine",
     "note_map": "notelens.circuits.note_map",
-    "pair_from_text": "notelens.circuits.note_map",
+    "pair_from_text": "notelens.circuits.text_pair",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]
@@ -29,7 +29,7 @@ __all__ = ["__version__", *sorted(_LAZY)]
 if TYPE_CHECKING:
     from notelens.cache.kv import KVCache as KVCache
     from notelens.circuits.note_map import note_map as note_map
-    from notelens.circuits.note_map import pair_from_text as pair_from_text
+    from notelens.circuits.text_pair import pair_from_text as pair_from_text
     from notelens.context import Context as Context
     from notelens.context import ContextStore as ContextStore
     from notelens.intervene.engine import Reader as Reader

@@ -28,14 +28,17 @@ class Recovery:
 
     @property
     def value(self) -> float:
+        """Share of the margin that the patch moved."""
         return (self.patched - self.recipient) / (self.donor - self.recipient)
 
     @property
     def flipped(self) -> bool:
+        """Whether the decision changed from the recipient's to the donor's."""
         return self.recipient < 0 < self.patched
 
     @property
     def probability(self) -> float:
+        """Two-way probability of the donor's answer behind the patch."""
         return 0.5 * (1.0 + math.tanh(0.5 * self.patched))
 
 

@@ -247,7 +247,9 @@ def _locate(
     stop = char_stop - (len(wanted) - len(wanted.rstrip()))
     if stop < char_stop:
         logger.warning("span %r is trimmed to %r", wanted, text[start:stop])
-    inside = [i for i, (a, b) in enumerate(where) if a < stop and b > start and text[max(a, start) : min(b, stop)].strip()]
+    inside = [
+        i for i, (a, b) in enumerate(where) if a < stop and b > start and text[max(a, start) : min(b, stop)].strip()
+    ]
     if not inside:
         raise SpanError(f"no token holds {text[start:stop]!r} (characters {start}-{stop})")
     for i in (inside[0], inside[-1]):
@@ -309,7 +311,9 @@ def _decoded_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> list[tupl
         partial = decoded.endswith(_PARTIAL)
         n = len("".join(decoded.rstrip(_PARTIAL).split()))
         if n < seen or n > len(solid):
-            raise SpanError(f"token {i - 1} ({_decode(tokenizer, [ids[i - 1]])!r}) does not decode to the rendered text")
+            raise SpanError(
+                f"token {i - 1} ({_decode(tokenizer, [ids[i - 1]])!r}) does not decode to the rendered text"
+            )
         if partial and n < len(solid):
             found.append((solid[seen if n > seen else n], solid[n] + 1))
         elif n > seen:

@@ -44,9 +44,12 @@ def tiny() -> Any:
     return tiny_model()
 
 
-@pytest.fixture(scope="session", params=("tiny", "llama", "llama3", "qwen3", "mistral", "gemma2"))
+_RANDOM = ("llama", "llama3", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss")
+
+
+@pytest.fixture(scope="session", params=("tiny", *_RANDOM))
 def any_model(request: pytest.FixtureRequest) -> Any:
-    """The tiny decoder and one small random model per family; read-only. ``any_model.name`` says which."""
+    """The tiny decoder and small random models of every family; read-only. ``any_model.name`` says which."""
     from tests.contracts.models import note_model
 
     return note_model(request.param)

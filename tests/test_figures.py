@@ -2,8 +2,6 @@
 
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -318,12 +316,3 @@ def test_drawing_leaves_settings_alone() -> None:
         assert matplotlib.rcParams["font.size"] == 31.0
         check(figure)
         assert figure.axes[0].get_facecolor() == (1.0, 1.0, 1.0, 1.0)
-
-
-def test_figures_need_no_torch_and_no_pyplot() -> None:
-    program = (
-        "import sys, notelens.report.figures; "
-        "print([m for m in ('torch', 'transformers', 'matplotlib.pyplot', 'sklearn') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -38,9 +38,10 @@ FIX = r"transformers>=5\.16\.1,<5\.20"
 
 
 def model_of(hf: Any, kind: type[HFNoteModel] = HFNoteModel, family: Any = None, name: str = "model") -> HFNoteModel:
-    return kind(
-        hf.eval().requires_grad_(False), new_tokenizer(), family or load_module.family_for(hf.config), name=name
-    )
+    family = family or load_module.family_for(hf.config)
+    if family.eager_only is not None:
+        hf.set_attn_implementation("eager")
+    return kind(hf.eval().requires_grad_(False), new_tokenizer(), family, name=name)
 
 
 def failed(model: Any, *, bridge: bool = False) -> list[str]:
@@ -55,8 +56,8 @@ def test_every_family_passes(any_model: Any) -> None:
     assert [c.name for c in report.checks] == list(CHECKS)
     assert report.passed, "\n".join(report.lines())
     assert report.failure() == "all checks passed"
-    for check in report.checks:
-        assert check.difference is not None and check.difference <= check.tolerance
+    for check in report.checks:  # a factor of 10 between what float32 does and what is allowed
+        assert check.difference is not None and check.difference <= check.tolerance / 10
         assert check.tolerance > 0 or check.name == IDENTITY
 
 
@@ -71,12 +72,6 @@ def test_known_wrong_readers_are_still_sound_machines() -> None:
 def test_half_precision_passes(name: str, dtype: torch.dtype) -> None:
     report = run_gate(model_of(contract.random_hf(name, dtype=dtype)), bridge=False)
     assert report.passed, "\n".join(report.lines())
-
-
-def test_tolerances_are_far_above_rounding_and_far_below_faults(any_model: Any) -> None:
-    """A factor of 10 between what float32 does and what is allowed."""
-    for check in run_gate(any_model).checks:
-        assert check.difference is not None and check.difference <= check.tolerance / 10
 
 
 # --- a bridge that ignores its cache (transformers 5.24 with transformer-lens 4.3.0) ----------------------------------
@@ -277,7 +272,9 @@ def test_a_kernel_that_drops_the_soft_cap_is_seen() -> None:
 
 
 def test_scores_that_a_kernel_cannot_cap_are_refused() -> None:
-    with pytest.raises(InputError, match="soft-capped, which 'sdpa' does not do; use attention 'eager'"):
+    with pytest.raises(
+        InputError, match=r"soft-capped attention scores, which attention 'sdpa' does not compute; use 'eager'"
+    ):
         wrap(contract.random_hf("gemma2"), new_tokenizer(), name="capped", attention="sdpa")
 
 
@@ -289,7 +286,7 @@ def test_what_is_not_understood_is_refused() -> None:
         wrap(hf, new_tokenizer(), name="dynamic")
     hf.config.model_type = "bloom"
     with pytest.raises(
-        UnsupportedModelError, match=r"'bloom' is not supported; supported: gemma2, llama, .*never guessed"
+        UnsupportedModelError, match=r"'bloom' is not supported; supported: gemma2, .*llama, .*never guessed"
     ):
         wrap(hf, new_tokenizer(), name="bloom")
 

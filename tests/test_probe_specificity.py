@@ -86,22 +86,24 @@ def test_equals_the_oracle(name: str) -> None:
     _, hf, instances = case(name)
     probe = Specificity(ks=(1, 3))
     found = run(probe, name, instances[:1])
+    size = 3
     pair = instances[0].pair("field")
     args = (hf, pair.old.token_ids, pair.new.token_ids, pair.old.positions("field"), pair.answer_ids)
+    both = {direction: oracle.position_effects(*args, direction) for direction in DIRECTIONS}
     for direction in DIRECTIONS:
         row = only(maps(found), pair.id, direction)
-        effects = oracle.position_effects(*args, direction)
+        effects = both[direction]
         assert row.values["positions"] == list(effects)
         assert row.values["effects"] == pytest.approx(list(effects.values()), abs=TOLERANCE)
         top = only([r for r in found.rows if r.stage == "topk"], f"{pair.id}/topk", direction)
-        other = oracle.ranked(oracle.position_effects(*args, "noising" if direction == "denoising" else "denoising"))
-        for at, k in enumerate((1, 3)):
-            draws = random_draws(row.values["positions"], k, 20, f"0/{pair.id}/topk/{direction}/{k}")
-            expected = oracle.specificity(*args, k, draws, direction=direction)
-            assert top.values["own_recovery"][at] == pytest.approx(expected["topk_recovery"], abs=TOLERANCE)
-            assert top.values["random_recovery"][at] == pytest.approx(expected["randk_recovery"], abs=TOLERANCE)
-            crossed = oracle.swap_recovery(*args[:3], other[:k], pair.answer_ids, direction)["recovery"]
-            assert top.values["cross_direction_recovery"][at] == pytest.approx(crossed, abs=TOLERANCE)
+        other = oracle.ranked(both["noising" if direction == "denoising" else "denoising"])
+        draws = random_draws(row.values["positions"], size, 20, f"0/{pair.id}/topk/{direction}/{size}")
+        own = oracle.ranked(effects)
+        expected = oracle.specificity(*args, size, draws, own, direction)
+        assert top.values["own_recovery"][1] == pytest.approx(expected["topk_recovery"], abs=TOLERANCE)
+        assert top.values["random_recovery"][1] == pytest.approx(expected["randk_recovery"], abs=TOLERANCE)
+        crossed = oracle.swap_recovery(*args[:3], other[:size], pair.answer_ids, direction)["recovery"]
+        assert top.values["cross_direction_recovery"][1] == pytest.approx(crossed, abs=TOLERANCE)
 
 
 def test_a_k_beyond_the_positions_is_clipped_noted_and_not_averaged(result: ProbeResult) -> None:
@@ -232,8 +234,8 @@ def test_runs_and_slots_count_from_the_end() -> None:
     regions = ["filler", "filler", "rule", "filler", "template"]
     assert runs(regions) == [("filler", 1, 1), ("filler", 1, 0), ("rule", 0, 0), ("filler", 0, 0), ("template", 0, 0)]
     assert slots([",", ",", "if", "x", "?"], regions)[:2] == [
-        ("filler/1/,/1", "filler/1/#1"),
-        ("filler/1/,/0", "filler/1/#0"),
+        ("filler/1/,/1", "filler/1/punctuation#1"),
+        ("filler/1/,/0", "filler/1/punctuation#0"),
     ]
 
 

@@ -317,7 +317,7 @@ def test_wrong_pairs_are_excluded_from_commit_and_counted() -> None:
 
 
 def test_too_few_groups_or_families() -> None:
-    with pytest.raises(InputError, match=r"family 'parcel' has 2 groups of form swapped, but n_folds is 3"):
+    with pytest.raises(InputError, match=r"family 'claim' has 2 groups of form swapped, but n_folds is 3"):
         Timing().items(grid(8, ("swapped",)), "read_out", [])
     one = [tiny_instance("swapped", index=i) for i in range(3)]
     with pytest.raises(InputError, match=r"1 family \(parcel\)"):

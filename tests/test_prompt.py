@@ -15,7 +15,9 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
 DROPS_SYSTEM = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
 TRIMS = TEMPLATE.replace("m['content']", "m['content'] | trim")
 SYSTEM = "Be careful."
@@ -134,6 +136,15 @@ def test_special_token_in_the_system_text_is_refused() -> None:
         rule_prompt(byte_level(chat_template=TEMPLATE), rendering="chat", system="Be <|im_end|> careful")
 
 
+def test_trailing_space_of_a_value_is_trimmed_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_level(chat_template=TEMPLATE)
+    with caplog.at_level(logging.WARNING):
+        prompt = rule_prompt(tokenizer, "blue ", rendering="chat")
+    assert "'blue ' is trimmed to 'blue'" in caplog.text
+    assert "".join(prompt.tokens[i] for i in prompt.positions("field")).strip() == "blue"
+    assert prompt.spans["field"] == rule_prompt(tokenizer, "blue", rendering="chat").spans["field"]
+
+
 def test_no_chat_template_is_said_so() -> None:
     with pytest.raises(SpanError, match=r"no chat template; use rendering='plain' or 'raw'"):
         rule_prompt(word_level(WORDS), rendering="chat")
@@ -194,7 +205,9 @@ def test_pair_differs_only_in_the_field() -> None:
 def test_pair_that_differs_elsewhere_names_both_positions_and_tokens() -> None:
     tokenizer = word_level(WORDS)
     other = rule_prompt(tokenizer, "pending", "pending", filler="\n- blue\n")
-    with pytest.raises(PairError, match=r"outside the field span, at position 4 \('Monday' / 'blue'\), 10 \('shipped' / 'pe"):
+    with pytest.raises(
+        PairError, match=r"outside the field span, at position 4 \('Monday' / 'blue'\), 10 \('shipped' / 'pe"
+    ):
         pair_of(rule_prompt(tokenizer), other)
 
 

@@ -66,6 +66,8 @@ class FakeProbe(Probe):
         self.pause_ms, self.wrong, self.bad = pause_ms, wrong, bad
 
     def items(self, instances: Sequence[Any], stage: str, earlier: Sequence[Row]) -> list[Item]:
+        if self.bad == "few" and len(instances) < 6:
+            raise InputError("measure more instances")
         if stage == "map":
             kept = list({i.id: i for i in instances}) if self.bad != "twice" else ["same", "same"]
             return [Item(name, stage, next((i for i in instances if i.id == name), None)) for name in kept]

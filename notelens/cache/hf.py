@@ -28,7 +28,9 @@ def to_transformers(cache: KVCache, *, batch: int = 1) -> DynamicCache:
     return out
 
 
-def from_transformers(cache: DynamicCache, token_ids: Sequence[int], *, start: int = 0, batch_index: int = 0) -> KVCache:
+def from_transformers(
+    cache: DynamicCache, token_ids: Sequence[int], *, start: int = 0, batch_index: int = 0
+) -> KVCache:
     """Read a transformers cache.
 
     Args:
@@ -78,16 +80,20 @@ class ReadOnlyCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the new rows to attention; nothing is stored."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows in front of the reader."""
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset for a mask (the engine makes its own)."""
         return self.length + query_length, 0
 
     @property
     def is_sliding(self) -> list[bool]:
+        """No layer drops rows."""
         return []
 
 

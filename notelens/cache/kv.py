@@ -37,10 +37,14 @@ class KVCache:
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
-            raise CacheError(f"a cache needs keys and values for every layer, got {len(self.keys)} and {len(self.values)}")
+            raise CacheError(
+                f"a cache needs keys and values for every layer, got {len(self.keys)} and {len(self.values)}"
+            )
         n = len(self.token_ids)
         if self.positions.dtype != torch.int64 or self.positions.shape != (n,):
-            raise CacheError(f"{n} token ids but positions {tuple(self.positions.shape)} of type {self.positions.dtype}")
+            raise CacheError(
+                f"{n} token ids but positions {tuple(self.positions.shape)} of type {self.positions.dtype}"
+            )
         if n > 1 and not bool((self.positions[1:] > self.positions[:-1]).all()):
             raise CacheError("positions of a cache must strictly increase")
         if n and int(self.positions[0]) < 0:
@@ -68,7 +72,9 @@ class KVCache:
 
     def __repr__(self) -> str:
         mark = "exact" if self.exact else f"approximate ({'; '.join(self.history)})"
-        return f"KVCache({len(self)} tokens, {self.n_layers} layers, {self.dtype}, {self.nbytes / 2**20:.1f} MiB, {mark})"
+        return (
+            f"KVCache({len(self)} tokens, {self.n_layers} layers, {self.dtype}, {self.nbytes / 2**20:.1f} MiB, {mark})"
+        )
 
     @property
     def n_layers(self) -> int:

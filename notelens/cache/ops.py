@@ -48,11 +48,14 @@ def select_rows(cache: KVCache, rows: Sequence[int]) -> KVCache:
     )
 
 
-def check_aligned(recipient: KVCache, donor: KVCache) -> None:
+def check_aligned(recipient: KVCache, donor: KVCache, *, prefix: int = 0) -> None:
     """Check that rows of ``donor`` can stand in for rows of ``recipient``.
 
+    Args:
+        prefix: how many leading tokens the two must have in common.
+
     Raises:
-        PatchError: they differ in length, positions, layers, shape, dtype or device.
+        PatchError: they differ in length, positions, layers, shape, dtype or device, or within the prefix.
     """
     if len(recipient) != len(donor):
         raise PatchError(
@@ -69,8 +72,14 @@ def check_aligned(recipient: KVCache, donor: KVCache) -> None:
         ):
             raise PatchError(f"layer {layer}: recipient and donor rows differ in shape; use caches of one model")
     if recipient.dtype != donor.dtype or recipient.device != donor.device:
+        raise PatchError(f"recipient is {recipient.dtype} on {recipient.device}, donor {donor.dtype} on {donor.device}")
+    shared = list(zip(recipient.token_ids[:prefix], donor.token_ids[:prefix], strict=True))
+    other = next((i for i, (a, b) in enumerate(shared) if a != b), None)
+    if other is not None:
         raise PatchError(
-            f"recipient is {recipient.dtype} on {recipient.device}, donor {donor.dtype} on {donor.device}"
+            f"recipient and donor have different prefixes: token {other} is {shared[other][0]} in one and "
+            f"{shared[other][1]} in the other, and the first {prefix} must be the same. Render both with the same "
+            "beginning and system text; where the field itself stands there, pass the number of tokens before it as prefix"
         )
 
 

@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from notelens.cache.kv import KVCache
-from notelens.cache.ops import check_aligned
-from notelens.errors import PatchError
-from notelens.intervene.engine import Reader
+from notelens.errors import CompetenceError, NonFiniteError, PatchError
+from notelens.intervene.engine import Reader, check_ends
 from notelens.intervene.kernel import Batch, HeadPatches, engine_attention, run_readers
 from notelens.models.base import NoteModel
+from notelens.readout import exclusion
 
 Head = tuple[int, int]
 """(layer, query head)."""
@@ -48,7 +48,12 @@ def _positions(cache: KVCache, reader: Reader) -> Tensor:
 
 
 def read_heads(model: NoteModel, cache: KVCache, reader: Reader) -> HeadState:
-    """Head outputs and attention at the reader's last token. Cost: one reader."""
+    """Head outputs and attention at the reader's last token. Cost: one reader.
+
+    Raises:
+        PatchError: another model's cache, or a reader that does not fit.
+    """
+    check_ends(model, cache, (), [reader])
     batch = Batch(cache, reader.start, _positions(cache, reader), record=True)
     ids = torch.tensor([reader.token_ids], device=cache.device)
     with torch.no_grad(), engine_attention(model):
@@ -63,7 +68,13 @@ def read_heads(model: NoteModel, cache: KVCache, reader: Reader) -> HeadState:
 
 
 def head_effects(
-    model: NoteModel, recipient: KVCache, donor: KVCache, sets: Sequence[Sequence[Head]], reader: Reader
+    model: NoteModel,
+    recipient: KVCache,
+    donor: KVCache,
+    sets: Sequence[Sequence[Head]],
+    reader: Reader,
+    *,
+    prefix: int = 1,
 ) -> Float[Tensor, "set answer"]:
     """Answer logits with each set of heads replaced, jointly, by the donor's outputs at the reader's last token.
 
@@ -72,16 +83,18 @@ def head_effects(
         recipient, donor: aligned caches.
         sets: heads per patch; ``[[(l, h)] for ...]`` for single heads.
         reader: tokens and answers.
+        prefix: how many leading tokens the two must share, as for ``swap_effects``.
 
     Returns:
         ``[set, answer]`` float32.
 
     Raises:
-        PatchError: caches are not aligned or a head does not exist.
+        PatchError: caches are not aligned or begin differently, a set is empty, or a head does not exist.
+        NonFiniteError: a logit is NaN or infinite.
 
     Cost: one reader per set and one on the donor; layers below a chunk's first patched one run once.
     """
-    check_aligned(recipient, donor)
+    check_ends(model, recipient, [donor], [reader], prefix=prefix)
     n_layers, n_heads = model.geometry.n_layers, model.geometry.layers[0].n_heads
     for heads in sets:
         for layer, head in heads:
@@ -104,6 +117,8 @@ def head_effects(
             first = min(layer for _, layer, _ in pairs)
             hidden = run_readers(model, batch, ids, n_readers=len(chunk), first_layer=first)
             out[chunk] = model.answer_logits(hidden, reader.answer_ids).float().cpu()
+    if not bool(torch.isfinite(out).all()):
+        raise NonFiniteError("answer logits are not finite; check the model's dtype and the caches for overflow")
     return out
 
 
@@ -114,8 +129,9 @@ class HeadMap:
     Attributes:
         recovery: ``[layer, head]`` of single heads.
         note_mass: attention of the recipient's decision to the given rows, ``[layer, head]``.
-        joint_top, joint_random: recovery of the top-k heads together, and of k random heads together, per k.
-        ks: the k.
+        ks: sizes of the joint sets.
+        joint_top: recovery of the k strongest single heads, patched together, per k.
+        joint_random: recovery of k random heads, patched together, per k and draw.
         mode: heads are replaced at the reader only, so ``isolated``.
     """
 
@@ -137,6 +153,7 @@ def head_map(
     ks: Sequence[int] = (1, 2, 4, 8, 12, 16),
     n_random: int = 20,
     seed: int = 0,
+    prefix: int = 1,
 ) -> HeadMap:
     """Single-head recoveries, attention mass on the notes, and joint top-k against joint random-k.
 
@@ -145,18 +162,32 @@ def head_map(
         ks: sizes of the joint sets; those above the number of heads are left out.
         n_random: draws per size.
         seed: of the draws.
+        prefix: how many leading tokens the two must share, as for ``swap_effects``.
+
+    Raises:
+        PatchError: caches or reader do not fit, the reader does not read two answers, or a note row does not exist.
+        CompetenceError: a recovery is not defined between the two margins; the message says why.
 
     Cost: ``n_layers * n_heads + len(ks) * (1 + n_random)`` readers.
     """
     n_layers, n_heads = model.geometry.n_layers, model.geometry.layers[0].n_heads
     singles = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
+    if len(reader.answer_ids) != 2:
+        raise PatchError(f"a recovery needs a margin between two answers, the reader reads {len(reader.answer_ids)}")
+    bad = [row for row in notes if not 0 <= row < reader.start]
+    if bad:
+        raise PatchError(f"note row {bad[0]} is outside the rows that the reader sees (0..{reader.start - 1})")
     base, other = read_heads(model, recipient, reader), read_heads(model, donor, reader)
-    low = float(base.logits[1] - base.logits[0])
-    gap = float(other.logits[1] - other.logits[0]) - low
+    low, high = (float(state.logits[1] - state.logits[0]) for state in (base, other))
+    reason = exclusion(low, high)
+    if reason is not None:
+        raise CompetenceError(
+            f"head recoveries are not defined: {reason} (margins {low:.2f} and {high:.2f}); head_effects gives plain logits"
+        )
 
     def recoveries(sets: Sequence[Sequence[Head]]) -> Tensor:
-        logits = head_effects(model, recipient, donor, sets, reader)
-        return (logits[:, 1] - logits[:, 0] - low) / gap
+        logits = head_effects(model, recipient, donor, sets, reader, prefix=prefix)
+        return (logits[:, 1] - logits[:, 0] - low) / (high - low)
 
     alone = recoveries([[s] for s in singles])
     ranking = torch.argsort(alone, descending=True, stable=True).tolist()

@@ -6,7 +6,6 @@ the stale cache instead of transplanted. All of it comes from the batched patch 
 prefill of the prompt.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from notelens.context import Context, prefill
-from notelens.errors import AnswerError, SpanError
 from notelens.intervene.attribution import attribution_effects
 from notelens.intervene.engine import Reader, Site, swap_effects
 from notelens.intervene.recompute import recompute_effects
 from notelens.models.base import NoteModel
 from notelens.prompt import Pair
 from notelens.readout import exclusion
-from notelens.spans import Piece, Rendering, make_prompt
 
-PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z_][\w-]*)\s*\}\}")
+DIRECTIONS = ("denoising", "noising")
+UNDEFINED = float("nan")
 FALSE_NEGATIVE_AT = 0.1
 """A row whose exact recovery is at least this and whose estimate is below a tenth of it counts as missed by attribution."""
 
@@ -39,7 +37,8 @@ class MinimalSet:
         path: recovery after each addition.
         recovery: of the final set, transplanted.
         recomputed: recovery when field and the same rows are run again in the stale cache.
-        flips: the transplanted set flips the decision.
+        flips: the transplanted set flips the decision; ``False`` where the search gave up.
+        recomputed_flips: running the same rows again flips it too.
     """
 
     rows: tuple[int, ...]
@@ -47,24 +46,29 @@ class MinimalSet:
     recovery: float
     recomputed: float
     flips: bool
+    recomputed_flips: bool
 
 
 @dataclass(frozen=True)
 class NoteMap:
-    """A map of one pair.
+    """A map of one pair. Recoveries are NaN where they are not defined (``excluded`` says why); shifts always are.
 
     Attributes:
         pair: the prompts; ``pair.old`` is the stale one.
         margins: unpatched margins (recipient, donor) by direction, towards the donor's answer.
         excluded: why recoveries are not defined, by direction, where they are not.
-        positions: isolated recovery of every row ``[pos]`` by direction; rows before the field are exactly 0.
-        layers: isolated recovery ``[layer, pos]`` of the denoising direction, or ``None``.
-        in_place: recovery when only the field rows are run again in the stale cache.
-        recompute: recovery ``[pos]`` when field and one further row are run again in the stale cache.
-        attribution: estimated recovery ``[pos]`` (named an estimate), or ``None``.
+        shifts: change of the margin in logits when one row is the donor's, ``[pos]`` by direction; rows before the field are
+            exactly 0.
+        positions: the same as recovery.
+        field_only: recovery of all field rows together, by direction.
+        notes: recovery of all rows behind the field together, by direction.
+        layers: recovery ``[layer, pos]`` of one row in one layer, denoising, or ``None``.
+        in_place: denoising recovery when only the field rows are run again in the stale cache.
+        recompute: denoising recovery ``[pos]`` when field and one further row are run again in the stale cache.
+        attribution: estimated denoising recovery ``[pos]`` (named an estimate), or ``None``.
         rank_correlation: Spearman correlation of estimate and exact effect over rows behind the field.
         false_negatives: rows with a real effect that the estimate misses.
-        minimal: greedy minimal set, or ``None`` when not asked for.
+        minimal: greedy minimal set (denoising), or ``None`` when not asked for or not defined.
         swap: ``isolated``.
         facts: of the model.
     """
@@ -72,7 +76,10 @@ class NoteMap:
     pair: Pair
     margins: dict[str, tuple[float, float]]
     excluded: dict[str, str]
+    shifts: dict[str, Float[Tensor, " pos"]]
     positions: dict[str, Float[Tensor, " pos"]]
+    field_only: dict[str, float]
+    notes: dict[str, float]
     layers: Float[Tensor, "layer pos"] | None
     in_place: float
     recompute: Float[Tensor, " pos"]
@@ -85,73 +92,35 @@ class NoteMap:
 
     def ranking(self, direction: str = "denoising") -> list[int]:
         """Rows behind the field by descending effect; ties by position."""
-        effects = self.positions[direction]
+        effects = self.shifts[direction]
         return sorted(self.pair.old.after(self.pair.axis), key=lambda p: (-float(effects[p]), p))
 
+    def flipping(self, direction: str = "denoising") -> tuple[int, ...]:
+        """Rows that flip the decision on their own; none where recoveries are not defined."""
+        if direction in self.excluded:
+            return ()
+        low = self.margins[direction][0]
+        return tuple(p for p, shift in enumerate(self.shifts[direction].tolist()) if low + shift > 0)
 
-def pair_from_text(
-    model: NoteModel,
-    text: str,
-    field_name: str,
-    old: str,
-    new: str,
-    *,
-    answers: tuple[str, str] | None = None,
-    rendering: Rendering = "chat",
-    system: str | None = None,
-) -> Pair:
-    """A pair from a prompt with a marked field, ``{{name}}``.
 
-    Args:
-        model: its tokenizer is used, and its own decisions where no answers are given.
-        text: the user message; the field may occur several times.
-        field_name: name of the placeholder.
-        old, new: the two values.
-        answers: right answers for old and new; the model's own next tokens when ``None``.
-        rendering: ``chat``, ``plain`` or ``raw``.
-        system: system text.
+@dataclass(frozen=True)
+class _Ends:
+    """Unpatched margins of a direction, towards the donor's answer."""
 
-    Raises:
-        SpanError: the field is not in the text, or another placeholder is.
-        PairError: the values have different token lengths.
-        AnswerError: the answers share a first token, or the model decides the same for both values.
-    """
-    found = PLACEHOLDER.findall(text)
-    if field_name not in found:
-        names = ", ".join(sorted(set(found))) or "none"
-        raise SpanError(f"the prompt has no field {{{{{field_name}}}}}; fields it has: {names}")
-    other = sorted(set(found) - {field_name})
-    if other:
-        raise SpanError(f"the prompt has further fields: {', '.join(other)}; fill them in, only one may stay open")
+    low: float
+    high: float
 
-    def build(value: str, answer: str) -> Any:
-        if not value.strip():
-            raise SpanError(f"the value of field {field_name!r} is empty")
-        pieces: list[Piece] = []
-        at = 0
-        for match in PLACEHOLDER.finditer(text):
-            if match.start() > at:
-                pieces.append(Piece("prompt", text[at : match.start()]))
-            pieces.append(Piece("field", value, "field"))
-            at = match.end()
-        if at < len(text):
-            pieces.append(Piece("prompt", text[at:]))
-        return make_prompt(
-            model.tokenizer, pieces, id=f"{field_name}={value}", answer=answer, rendering=rendering, system=system
-        )
+    @property
+    def reason(self) -> str | None:
+        return exclusion(self.low, self.high)
 
-    prompts = [build(v, a) for v, a in zip((old, new), answers or ("", ""), strict=True)]
-    if answers is None:
-        ids = [int(model.next_logits(prefill(model, p).hidden).argmax()) for p in prompts]
-        if ids[0] == ids[1]:
-            raise AnswerError(
-                f"the model continues both prompts with {model.tokenizer.decode([ids[0]])!r}, so this decision does not "
-                "depend on the field; name the two answers yourself"
-            )
-        prompts = [build(v, model.tokenizer.decode([i])) for v, i in zip((old, new), ids, strict=True)]
-    else:
-        ids = [int(model.tokenizer.encode(a, add_special_tokens=False)[0]) for a in answers]
-    return Pair(f"{field_name}:{old}->{new}", "custom", "custom", prompts[0], prompts[1], "field", (ids[0], ids[1]))
+    def shift(self, logits: Tensor) -> Tensor:
+        """Change of the margin behind every row of ``[row, answer]`` logits."""
+        return logits[:, 1] - logits[:, 0] - self.low
+
+    def recovery(self, shift: Tensor) -> Tensor:
+        """Shifts as recoveries; NaN where they are not defined."""
+        return torch.full_like(shift, UNDEFINED) if self.reason is not None else shift / (self.high - self.low)
 
 
 def note_map(
@@ -168,7 +137,7 @@ def note_map(
 
     Args:
         model: an admitted model.
-        pair: prompts that differ in one field, e.g. from :func:`pair_from_text` or a task.
+        pair: prompts that differ in one field, e.g. from :func:`notelens.pair_from_text` or a task.
         layers: also every row in every layer.
         attribution: also the gradient estimate, compared with the exact map.
         minimal: also the greedy minimal set.
@@ -182,83 +151,99 @@ def note_map(
     say("prefill")
     old, new = prefill(model, pair.old), prefill(model, pair.new)
     rows = list(range(pair.old.decision))
-    singles = [Site((p,)) for p in rows]
-    margins: dict[str, tuple[float, float]] = {}
-    excluded: dict[str, str] = {}
-    positions: dict[str, Tensor] = {}
+    edited = pair.differing
     say("position map")
-    for direction, recipient, donor, ids in (
+    ends: dict[str, _Ends] = {}
+    shifts: dict[str, Tensor] = {}
+    joint: dict[str, list[float]] = {}
+    sites = [*(Site((p,)) for p in rows), Site(edited), Site(pair.old.after(pair.axis))]
+    for direction, recipient, donor, answers in (
         ("denoising", old, new, pair.answer_ids),
         ("noising", new, old, pair.answer_ids[::-1]),
     ):
-        reader = Reader.last(recipient.cache, ids)
-        found = swap_effects(model, recipient.cache, [donor.cache], singles, reader)
-        low = float(found.baseline[1] - found.baseline[0])
-        high = _margin(swap_effects(model, donor.cache, [], [], reader).baselines)[0]
-        margins[direction] = (low, high)
-        reason = exclusion(low, high)
-        if reason is not None:
-            excluded[direction] = reason
-        positions[direction] = (torch.tensor(_margin(found.logits)) - low) / (high - low)
-    low, high = margins["denoising"]
-    reader = Reader.last(old.cache, pair.answer_ids)
+        reader = Reader.last(recipient.cache, answers)
+        found = swap_effects(model, recipient.cache, [donor.cache], sites, reader, prefix=edited[0])
+        high = swap_effects(model, donor.cache, [], [], reader).baseline
+        ends[direction] = end = _Ends(_margin(found.baseline), _margin(high))
+        moved = end.shift(found.logits)
+        shifts[direction], joint[direction] = moved[: len(rows)], end.recovery(moved[len(rows) :]).tolist()
+    end, reader = ends["denoising"], Reader.last(old.cache, pair.answer_ids)
 
-    def recovery(logits: Tensor) -> Tensor:
-        return (torch.tensor(_margin(logits)) - low) / (high - low)
-
-    edited = pair.differing
     say("recomputed rows")
     later = [p for p in rows if p > edited[0] and p not in edited]
     again = recompute_effects(
         model, old.cache, pair.new.token_ids, [(), *((p,) for p in later)], pair.answer_ids, edited=edited
     )
-    in_place = float(recovery(again)[0])
-    recomputed = torch.full((len(rows),), in_place)
-    recomputed[later] = recovery(again)[1:]
-    recomputed[: edited[0]] = in_place
+    repaired = end.recovery(end.shift(again))
+    recomputed = repaired[:1].repeat(len(rows))
+    recomputed[later] = repaired[1:]
     by_layer: Tensor | None = None
     if layers:
         say("layer x position map")
-        by_layer = _layer_map(model, old, new, reader, edited[0], recovery)
+        by_layer = _layer_map(model, old, new, reader, edited[0], end)
     estimate, correlation, missed = None, None, ()
     if attribution:
         say("attribution estimate")
-        estimate = attribution_effects(model, old.cache, new.cache, reader).positions / (high - low)
-        correlation, missed = _compare(estimate, positions["denoising"], later)
+        raw = attribution_effects(model, old.cache, new.cache, reader, prefix=edited[0]).positions
+        estimate = end.recovery(raw)
+        correlation, missed = compare(raw, shifts["denoising"], later, FALSE_NEGATIVE_AT * (end.high - end.low))
     smallest = None
-    if minimal:
+    if minimal and end.reason is None:
         say("greedy minimal set")
         candidates = [p for p in rows if p >= edited[0]]
-        smallest = _minimal(model, old, new, reader, candidates, low, high, max_rows, edited, pair)
+        smallest = _minimal(model, old, new, reader, candidates, end, max_rows, pair)
     return NoteMap(
-        pair, margins, excluded, positions, by_layer, in_place, recomputed, estimate, correlation, missed, smallest,
+        pair=pair,
+        margins={d: (e.low, e.high) for d, e in ends.items()},
+        excluded={d: e.reason for d, e in ends.items() if e.reason is not None},
+        shifts=shifts,
+        positions={d: e.recovery(shifts[d]) for d, e in ends.items()},
+        field_only={d: both[0] for d, both in joint.items()},
+        notes={d: both[1] for d, both in joint.items()},
+        layers=by_layer,
+        in_place=float(repaired[0]),
+        recompute=recomputed,
+        attribution=estimate,
+        rank_correlation=correlation,
+        false_negatives=missed if end.reason is None else (),
+        minimal=smallest,
         facts=model.facts(),
-    )  # fmt: skip
+    )
 
 
-def _margin(logits: Tensor) -> list[float]:
-    return (logits[:, 1] - logits[:, 0]).tolist()
+def _margin(logits: Tensor) -> float:
+    return float(logits[1] - logits[0])
 
 
-def _layer_map(
-    model: NoteModel, old: Context, new: Context, reader: Reader, first: int, recovery: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _layer_map(model: NoteModel, old: Context, new: Context, reader: Reader, first: int, end: _Ends) -> Tensor:
     n_layers, n = model.geometry.n_layers, reader.start
     sites = [Site((p,), layers=(layer, layer + 1)) for layer in range(n_layers) for p in range(first, n)]
-    found = swap_effects(model, old.cache, [new.cache], sites, reader)
+    found = swap_effects(model, old.cache, [new.cache], sites, reader, prefix=first)
     out = torch.zeros(n_layers, n)
-    out[:, first:] = recovery(found.logits).view(n_layers, n - first)
-    return out
+    out[:, first:] = end.shift(found.logits).view(n_layers, n - first)
+    return end.recovery(out)
 
 
-def _compare(estimate: Tensor, exact: Tensor, rows: Sequence[int]) -> tuple[float | None, tuple[int, ...]]:
-    """Spearman correlation over ``rows`` and the rows with a real effect that the estimate misses."""
+def compare(
+    estimate: Float[Tensor, " pos"], exact: Float[Tensor, " pos"], rows: Sequence[int], threshold: float
+) -> tuple[float | None, tuple[int, ...]]:
+    """How good an estimate is: Spearman correlation over ``rows``, and rows with a real effect that it misses.
+
+    Args:
+        estimate, exact: change of the margin by row.
+        rows: rows to compare.
+        threshold: smallest exact change that counts as a real effect.
+
+    Returns:
+        The correlation (``None`` where it is not defined: fewer than three rows, or one side constant), and the rows whose
+        exact change is at least ``threshold`` while the estimate is below a tenth of it.
+    """
     from scipy.stats import spearmanr
 
     a, b = estimate[list(rows)], exact[list(rows)]
     constant = len(rows) < 3 or float(a.std()) == 0 or float(b.std()) == 0
     correlation = None if constant else float(spearmanr(a.numpy(), b.numpy()).statistic)
-    missed = [p for p, x, y in zip(rows, a.tolist(), b.tolist(), strict=True) if y >= FALSE_NEGATIVE_AT and x < y / 10]
+    missed = [p for p, x, y in zip(rows, a.tolist(), b.tolist(), strict=True) if y >= threshold and x < y / 10]
     return correlation, tuple(missed)
 
 
@@ -268,37 +253,43 @@ def _minimal(
     new: Context,
     reader: Reader,
     candidates: Sequence[int],
-    low: float,
-    high: float,
+    end: _Ends,
     max_rows: int,
-    edited: Sequence[int],
     pair: Pair,
 ) -> MinimalSet:
     """Greedy forward search until the margin changes sign, then backward removal."""
+    edited = pair.differing
 
-    def best(sets: Sequence[Sequence[int]]) -> list[float]:
-        return _margin(swap_effects(model, old.cache, [new.cache], [Site(tuple(s)) for s in sets], reader).logits)
+    def shifts(sets: Sequence[Sequence[int]]) -> list[float]:
+        sites = [Site(tuple(s)) for s in sets]
+        return end.shift(swap_effects(model, old.cache, [new.cache], sites, reader, prefix=edited[0]).logits).tolist()
 
+    gap = end.high - end.low
     chosen: list[int] = []
     path: list[float] = []
-    margin = low
-    while margin <= 0 and len(chosen) < min(max_rows, len(candidates)):
+    shift = 0.0
+    while end.low + shift <= 0 and len(chosen) < min(max_rows, len(candidates)):
         left = [p for p in candidates if p not in chosen]
-        margins = best([[*chosen, p] for p in left])
-        top = max(range(len(left)), key=lambda i: (margins[i], -left[i]))
+        found = shifts([[*chosen, p] for p in left])
+        top = max(range(len(left)), key=lambda i: (found[i], -left[i]))
         chosen.append(left[top])
-        margin = margins[top]
-        path.append((margin - low) / (high - low))
-    needless = True
-    while margin > 0 and needless and len(chosen) > 1:
-        margins = best([[p for p in chosen if p != drop] for drop in chosen])
-        top = max(range(len(chosen)), key=lambda i: margins[i])
-        needless = margins[top] > 0
-        if needless:
-            chosen.pop(top)
-            margin = margins[top]
+        shift = found[top]
+        path.append(shift / gap)
+    while end.low + shift > 0 and len(chosen) > 1:
+        found = shifts([[p for p in chosen if p != drop] for drop in chosen])
+        top = max(range(len(chosen)), key=lambda i: found[i])
+        if end.low + found[top] <= 0:
+            break
+        chosen.pop(top)
+        shift = found[top]
     rows = tuple(sorted(chosen))
     again = recompute_effects(model, old.cache, pair.new.token_ids, [rows], reader.answer_ids, edited=edited)
+    repaired = float(end.shift(again)[0])
     return MinimalSet(
-        rows, tuple(path), (margin - low) / (high - low), (_margin(again)[0] - low) / (high - low), margin > 0
+        rows=rows,
+        path=tuple(path),
+        recovery=shift / gap,
+        recomputed=repaired / gap,
+        flips=end.low + shift > 0,
+        recomputed_flips=end.low + repaired > 0,
     )

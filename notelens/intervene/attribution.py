@@ -8,9 +8,9 @@ from torch import Tensor
 
 from notelens.cache.hf import leaf_cache
 from notelens.cache.kv import KVCache
-from notelens.cache.ops import check_aligned, slice_rows
-from notelens.errors import PatchError
-from notelens.intervene.engine import Reader
+from notelens.cache.ops import slice_rows
+from notelens.errors import NonFiniteError, PatchError
+from notelens.intervene.engine import Reader, check_ends
 from notelens.models.base import NoteModel
 
 
@@ -33,24 +33,26 @@ class Attribution:
         return self.effects.sum(0)
 
 
-def attribution_effects(model: NoteModel, recipient: KVCache, donor: KVCache, reader: Reader) -> Attribution:
+def attribution_effects(
+    model: NoteModel, recipient: KVCache, donor: KVCache, reader: Reader, *, prefix: int = 1
+) -> Attribution:
     """Gradient of the recipient's margin with respect to its rows, times donor minus recipient.
 
     Args:
         model: a model whose plain attention can be differentiated.
         recipient, donor: aligned caches.
         reader: with two answers; the margin is the second minus the first.
+        prefix: how many leading tokens the two must share, as for ``swap_effects``.
 
     Raises:
-        PatchError: caches are not aligned, or the reader does not read exactly two answers.
+        PatchError: caches are not aligned or begin differently, or the reader does not read exactly two answers.
+        NonFiniteError: a gradient is NaN or infinite.
 
     Cost: one forward and one backward of the reader (plus the two prefills that made the caches).
     """
-    check_aligned(recipient, donor)
+    check_ends(model, recipient, [donor], [reader], prefix=prefix)
     if len(reader.answer_ids) != 2:
         raise PatchError(f"attribution needs a margin between two answers, the reader reads {len(reader.answer_ids)}")
-    if not 0 < reader.start <= len(recipient):
-        raise PatchError(f"the reader starts behind {reader.start} rows of a cache that has {len(recipient)}")
     base, other = slice_rows(recipient, 0, reader.start), slice_rows(donor, 0, reader.start)
     begin = base.next_position
     ids = torch.tensor([reader.token_ids], device=recipient.device)
@@ -73,4 +75,7 @@ def attribution_effects(model: NoteModel, recipient: KVCache, donor: KVCache, re
         )
         for i in range(n)
     ]
-    return Attribution(torch.stack([torch.as_tensor(e) for e in effects]).cpu())
+    found = torch.stack([torch.as_tensor(e) for e in effects]).cpu()
+    if not bool(torch.isfinite(found).all()):
+        raise NonFiniteError("gradients are not finite; check the model's dtype and the caches for overflow")
+    return Attribution(found)

@@ -70,6 +70,17 @@ class Reader:
             raise PatchError(f"a reader of {n} tokens on a cache of {len(cache)} rows leaves nothing to read")
         return cls(len(cache) - n, cache.token_ids[-n:], tuple(answer_ids))
 
+    def check(self, cache: KVCache) -> None:
+        """Check that this reader can run on ``cache``.
+
+        Raises:
+            PatchError: no tokens, no answers, or rows to read that the cache does not have.
+        """
+        if not self.token_ids or not self.answer_ids:
+            raise PatchError("a reader needs at least one token and one answer id")
+        if not 0 < self.start <= len(cache):
+            raise PatchError(f"the reader starts behind {self.start} rows of a cache that has {len(cache)}")
+
 
 @dataclass(frozen=True)
 class SwapEffects:
@@ -118,6 +129,7 @@ def swap_effects(
     reader: Reader | Sequence[Reader],
     *,
     mode: Mode = "isolated",
+    prefix: int = 1,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     max_chunk: int = MAX_CHUNK,
 ) -> SwapEffects:
@@ -131,6 +143,8 @@ def swap_effects(
         reader: tokens to run and answers to read; several must have the same number of answers.
         mode: ``isolated`` runs the reader only; ``in_forward`` re-runs everything from the first patched row on, with the
             patched rows held at the donor's (whole rows: keys and values of all heads).
+        prefix: how many leading tokens donors must share with the recipient; state the first position of the field for
+            the strictest check, 0 where the field itself stands first.
         budget_bytes: bound on attention scores and activations of one chunk of readers.
         max_chunk: most readers in one chunk.
 
@@ -139,7 +153,7 @@ def swap_effects(
         bit are not patched; a site of such rows only returns the baseline itself.
 
     Raises:
-        PatchError: caches are not aligned, a site is out of range, or a reader does not fit.
+        PatchError: caches are not aligned or begin differently, a site is out of range, or a reader does not fit.
         UnsupportedModelError: the model's attention did not go through the interface.
         NonFiniteError: a logit is NaN or infinite.
 
@@ -148,7 +162,7 @@ def swap_effects(
     layers below a chunk's first patched one are run once.
     """
     readers = [reader] if isinstance(reader, Reader) else list(reader)
-    _check(model, recipient, donors, sites, readers, mode)
+    _check(model, recipient, donors, sites, readers, mode, prefix)
     changed = [_changed_rows(recipient, d) for d in donors]
     live = [entry for i, site in enumerate(sites) if (entry := _live(i, site, recipient, changed, readers, mode))]
     # readers of one chunk must have the same tokens to run and the same rows to see; low layers first to share them
@@ -158,7 +172,9 @@ def swap_effects(
     n_tokens = 0
     with torch.no_grad(), engine_attention(model):
         for i, one in enumerate(readers):
-            base[i] = _run(model, recipient, donors, [_Live(0, Site((), reader=i), (), 0, one.start, one.token_ids)], readers)
+            base[i] = _run(
+                model, recipient, donors, [_Live(0, Site((), reader=i), (), 0, one.start, one.token_ids)], readers
+            )
             n_tokens += len(one.token_ids)
         for i, site in enumerate(sites):
             out[i] = base[site.reader]
@@ -170,6 +186,23 @@ def swap_effects(
     return SwapEffects(out, base, mode, len(live) + len(readers), n_tokens)
 
 
+def check_ends(
+    model: NoteModel, recipient: KVCache, donors: Sequence[KVCache], readers: Sequence[Reader], *, prefix: int = 1
+) -> None:
+    """Check that donors and readers fit the recipient, and the recipient the model.
+
+    Raises:
+        PatchError: another model's cache, caches that are not aligned or begin differently, or a reader that does not fit.
+    """
+    n_layers = model.geometry.n_layers
+    if recipient.n_layers != n_layers:
+        raise PatchError(f"the cache has {recipient.n_layers} layers, the model {n_layers}; use a cache of this model")
+    for reader in readers:
+        reader.check(recipient)
+    for donor in donors:
+        check_aligned(recipient, donor, prefix=prefix)
+
+
 def _check(
     model: NoteModel,
     recipient: KVCache,
@@ -177,23 +210,16 @@ def _check(
     sites: Sequence[Site],
     readers: Sequence[Reader],
     mode: Mode,
+    prefix: int,
 ) -> None:
     n_layers, n_kv = model.geometry.n_layers, recipient.keys[0].shape[0]
     if mode not in ("isolated", "in_forward"):
         raise PatchError(f"unknown mode {mode!r}; known: isolated, in_forward")
-    if recipient.n_layers != n_layers:
-        raise PatchError(f"the cache has {recipient.n_layers} layers, the model {n_layers}; use a cache of this model")
     if not readers or len({len(r.answer_ids) for r in readers}) != 1:
         raise PatchError("give at least one reader; several must read the same number of answers")
-    for reader in readers:
-        if not reader.token_ids or not reader.answer_ids:
-            raise PatchError("a reader needs at least one token and one answer id")
-        if not 0 < reader.start <= len(recipient):
-            raise PatchError(f"the reader starts behind {reader.start} rows of a cache that has {len(recipient)}")
-        if mode == "in_forward" and recipient.next_position != len(recipient):
-            raise PatchError("in-forward swaps re-run the prompt, so the cache must hold every row from position 0 on")
-    for donor in donors:
-        check_aligned(recipient, donor)
+    check_ends(model, recipient, donors, readers, prefix=prefix)
+    if mode == "in_forward" and recipient.next_position != len(recipient):
+        raise PatchError("in-forward swaps re-run the prompt, so the cache must hold every row from position 0 on")
     for site in sites:
         if not 0 <= site.reader < len(readers):
             raise PatchError(f"site names reader {site.reader} of {len(readers)}")
@@ -304,4 +330,4 @@ def _run(
     return torch.stack([model.answer_logits(h, a) for h, a in zip(hidden, answers, strict=True)]).float().cpu()
 
 
-__all__ = ["KERNEL", "Mode", "Reader", "Site", "SwapEffects", "swap_effects"]
+__all__ = ["KERNEL", "Mode", "Reader", "Site", "SwapEffects", "check_ends", "swap_effects"]

@@ -202,7 +202,9 @@ class Batch:
         if window not in self._hidden:
             self._hidden[window] = self._hide(window, scores.device)
         n_query = self.positions.shape[1]
-        for hidden, columns in zip(self._hidden[window], (slice(0, self.n_base), slice(self.n_base, None)), strict=True):
+        for hidden, columns in zip(
+            self._hidden[window], (slice(0, self.n_base), slice(self.n_base, None)), strict=True
+        ):
             if hidden is not None:
                 view = scores[..., columns].view(*scores.shape[:2], group, n_query, -1)
                 view.masked_fill_(hidden[None, :, None], float("-inf"))
@@ -237,7 +239,9 @@ def _swap_attention(
     """The function registered with transformers; other keywords (dropout, window) are the engine's business."""
     batch = _ACTIVE.get()
     if batch is None:
-        raise PatchError(f"attention {KERNEL!r} only runs inside the patch engine; set another attention implementation")
+        raise PatchError(
+            f"attention {KERNEL!r} only runs inside the patch engine; set another attention implementation"
+        )
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{type(module).__name__} has no layer index; the engine cannot tell its layer")
@@ -306,7 +310,9 @@ def run_readers(
 def _expand_at(model: NoteModel, layer: int, n_readers: int) -> Iterator[None]:
     """Repeat the hidden states for all readers where they enter ``layer``."""
 
-    def expand(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def expand(
+        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (args[0].expand(n_readers, -1, -1), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"].expand(n_readers, -1, -1)}

@@ -50,7 +50,9 @@ def hook_isolated_swap(
         raise PatchError(f"recipient has {n} tokens, donor {len(donor_ids)}; an isolated swap needs equal lengths")
     bad = [p for p in positions if not 0 <= p < n - 1]
     if bad or not positions:
-        raise PatchError(f"position {bad[0] if bad else '(none)'} is outside the rows that the reader sees (0..{n - 2})")
+        raise PatchError(
+            f"position {bad[0] if bad else '(none)'} is outside the rows that the reader sees (0..{n - 2})"
+        )
     low, high = layers or (0, model.geometry.n_layers)
     if not 0 <= low < high <= model.geometry.n_layers:
         raise PatchError(f"layer band [{low}, {high}) of {model.geometry.n_layers} layers is empty or out of range")
@@ -63,9 +65,13 @@ def hook_isolated_swap(
     with torch.no_grad():
         _, clean = bridge.run_with_cache(ids, names_filter=lambda name: name in residuals)
         _, donor = bridge.run_with_cache(other, names_filter=lambda name: name in rows)
-        missing = [name for name in sorted(residuals) if name not in clean] + [n for n in sorted(rows) if n not in donor]
+        missing = [name for name in sorted(residuals) if name not in clean] + [
+            n for n in sorted(rows) if n not in donor
+        ]
         if missing:
-            raise UnsupportedModelError(f"the bridge of {model.name} has no hook {missing[0]!r}; keys cannot be patched here")
+            raise UnsupportedModelError(
+                f"the bridge of {model.name} has no hook {missing[0]!r}; keys cannot be patched here"
+            )
         index = torch.tensor(sorted(set(positions)), device=model.device)
         fired: set[str] = set()
 

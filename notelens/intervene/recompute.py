@@ -45,17 +45,30 @@ def recompute_effects(
         ``[site, answer]`` float32.
 
     Raises:
-        PatchError: lengths differ, a row does not exist, or ids differ outside the edited rows.
+        PatchError: another model's cache, lengths differ, a row does not exist, ids differ outside the edited rows, or there
+            is no answer to read.
         NonFiniteError: a logit is NaN or infinite.
 
     Cost: ``len(edited) + len(site) + 1`` tokens per site.
     """
     n = len(stale)
+    if stale.n_layers != model.geometry.n_layers:
+        raise PatchError(
+            f"the cache has {stale.n_layers} layers, the model {model.geometry.n_layers}; use a cache of this model"
+        )
+    if not answer_ids:
+        raise PatchError("at least one answer id is needed")
     if len(token_ids) != n:
-        raise PatchError(f"the stale cache has {n} rows, the new prompt {len(token_ids)} tokens; recompute aligns them row by row")
-    outside = [i for i, (a, b) in enumerate(zip(stale.token_ids, token_ids, strict=True)) if a != b and i not in set(edited)]
+        raise PatchError(
+            f"the stale cache has {n} rows, the new prompt {len(token_ids)} tokens; recompute aligns them row by row"
+        )
+    outside = [
+        i for i, (a, b) in enumerate(zip(stale.token_ids, token_ids, strict=True)) if a != b and i not in set(edited)
+    ]
     if outside:
-        raise PatchError(f"the new prompt differs from the cached one at {outside[0]}, which is not among the edited rows")
+        raise PatchError(
+            f"the new prompt differs from the cached one at {outside[0]}, which is not among the edited rows"
+        )
     rows: list[tuple[int, ...]] = []
     for site in sites:
         bad = [p for p in (*site, *edited) if not 0 <= p < n - 1]

@@ -76,13 +76,19 @@ class NoteModel(Protocol):
     gate: "GateReport | None"
 
     @property
-    def device(self) -> "torch.device": ...
+    def device(self) -> "torch.device":
+        """Where the parameters are."""
+        ...
 
     @property
-    def dtype(self) -> "torch.dtype": ...
+    def dtype(self) -> "torch.dtype":
+        """Type of the parameters and of cached rows."""
+        ...
 
     @property
-    def attention_kernel(self) -> str: ...
+    def attention_kernel(self) -> str:
+        """Attention implementation of the plain model."""
+        ...
 
     @property
     def hf(self) -> Any:
@@ -90,7 +96,9 @@ class NoteModel(Protocol):
         ...
 
     @property
-    def family(self) -> "FamilySpec": ...
+    def family(self) -> "FamilySpec":
+        """Spec of the model's family."""
+        ...
 
     @property
     def bridge(self) -> Any:

@@ -131,7 +131,11 @@ class _Probe:
         half = self.model.prefill(self.ids[: N_TOKENS // 2]).cache
         rest = self.model.prefill(self.ids[N_TOKENS // 2 :], half).cache
         gap = self._row_gap(rest, self.full.cache)
-        return gap, ROW_TOLERANCE[self.model.dtype], "rows depend on how the prompt is cut; chunked repairs would be wrong"
+        return (
+            gap,
+            ROW_TOLERANCE[self.model.dtype],
+            "rows depend on how the prompt is cut; chunked repairs would be wrong",
+        )
 
     def identity_patch(self) -> tuple[float, float, str]:
         past = slice_rows(self.full.cache, 0, N_TOKENS - 1)

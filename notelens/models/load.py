@@ -22,7 +22,15 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KERNELS = ("sdpa", "eager")
-GATED_SOURCES = ("cache/hf.py", "cache/ops.py", "intervene/engine.py", "intervene/kernel.py", "models/gate.py", "models/model.py", "rope.py")
+GATED_SOURCES = (
+    "cache/hf.py",
+    "cache/ops.py",
+    "intervene/engine.py",
+    "intervene/kernel.py",
+    "models/gate.py",
+    "models/model.py",
+    "rope.py",
+)
 
 
 def default_cache_dir() -> Path:
@@ -71,7 +79,9 @@ def load(
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise InputError(f"unknown device {device!r}; known: cpu, cuda")
     if device.startswith("cuda") and not torch.cuda.is_available() and not dry_run:
-        raise InputError("device 'cuda' asked for, but torch sees no GPU; use device 'cpu' or install a CUDA build of torch")
+        raise InputError(
+            "device 'cuda' asked for, but torch sees no GPU; use device 'cpu' or install a CUDA build of torch"
+        )
     if dry_run:
         from notelens.models.random import random_model
 

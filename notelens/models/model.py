@@ -45,9 +45,7 @@ class HFNoteModel:
         revision: revision of the weights, or a hash of them when ``None``.
     """
 
-    def __init__(
-        self, hf: Any, tokenizer: Any, family: FamilySpec, *, name: str, revision: str | None = None
-    ) -> None:
+    def __init__(self, hf: Any, tokenizer: Any, family: FamilySpec, *, name: str, revision: str | None = None) -> None:
         self._hf = hf
         self.tokenizer = tokenizer
         self._family = family
@@ -59,22 +57,27 @@ class HFNoteModel:
 
     @property
     def hf(self) -> Any:
+        """The plain transformers model."""
         return self._hf
 
     @property
     def family(self) -> FamilySpec:
+        """Spec of the model's family."""
         return self._family
 
     @property
     def device(self) -> torch.device:
+        """Where the parameters are."""
         return self._hf.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the parameters and of cached rows."""
         return self._hf.dtype
 
     @property
     def attention_kernel(self) -> str:
+        """Attention implementation of the plain model."""
         return self._hf.config._attn_implementation
 
     @cached_property
@@ -88,6 +91,7 @@ class HFNoteModel:
 
     @property
     def revision(self) -> str:
+        """Revision of the weights; their hash where none was given."""
         return self._revision or f"sha256:{self.weights_hash[:16]}"
 
     @cached_property

@@ -86,7 +86,7 @@ def slots(tokens: Sequence[str], regions: Sequence[str]) -> list[tuple[str, str]
     """Two names for every position that mean the same in prompts of different length and content.
 
     The first says which token it is: region, run, text, and how many equal texts follow within the run ("the last
-    newline of the last filler block"). The second says where it is: region, run, distance from the run's end.
+    newline of the last filler block"). The second says where it is: region, run, kind, distance from the run's end.
     """
     counts: dict[tuple[str, int, str], int] = {}
     named: list[tuple[str, str]] = []
@@ -95,5 +95,6 @@ def slots(tokens: Sequence[str], regions: Sequence[str]) -> list[tuple[str, str]
         region, run, distance = places[position]
         key = (region, run, tokens[position])
         counts[key] = counts.get(key, 0) + 1
-        named.append((f"{region}/{run}/{tokens[position]}/{counts[key] - 1}", f"{region}/{run}/#{distance}"))
+        kind = token_class(tokens[position], region)
+        named.append((f"{region}/{run}/{tokens[position]}/{counts[key] - 1}", f"{region}/{run}/{kind}#{distance}"))
     return named[::-1]

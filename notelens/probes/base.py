@@ -29,6 +29,7 @@ from notelens.probes.swaps import (
     pairs_along,
     site_values,
     swap_pair,
+    unpatched,
 )
 from notelens.tasks.base import Instance
 
@@ -59,6 +60,7 @@ __all__ = [
     "rounded",
     "site_values",
     "swap_pair",
+    "unpatched",
 ]
 
 

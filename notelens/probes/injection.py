@@ -33,7 +33,6 @@ from notelens.intervene.engine import Site
 from notelens.probes.base import (
     DIRECTIONS,
     Aggregate,
-    Direction,
     Item,
     Json,
     Probe,
@@ -52,6 +51,7 @@ from notelens.probes.base import (
     rate_lines,
     rounded,
     swap_pair,
+    unpatched,
 )
 from notelens.probes.ranking import check_ks, opposite, ranked
 from notelens.prompt import Pair, Prompt
@@ -92,73 +92,57 @@ class Injection(Probe):
         """Two rows: the old prompt live with notes of the new one, and the reverse."""
         instance, pair = item.payload
         _, downstream = field_and_downstream(pair)
-        singles = [Site((p,)) for p in downstream]
-        maps = {d: swap_pair(store, pair, singles, d) for d in DIRECTIONS}
-        rankings = {
-            d: ranked(downstream, rounded(r.value for r in m.recoveries)) for d, m in maps.items() if not m.excluded
-        }
+        behind_rule = tuple(p for p in downstream if p > _rule_end(pair))
+        sites = [Site(downstream), Site(behind_rule), *(Site((p,)) for p in downstream)]
+        found = {d: swap_pair(store, pair, sites, d) for d in DIRECTIONS}
         rows: list[Row] = []
-        for direction in DIRECTIONS:
-            swapped = maps[direction]
-            notes = Site(downstream)
-            behind_rule = Site(tuple(p for p in downstream if p > _rule_end(pair)))
-            whole = swap_pair(store, pair, [notes, behind_rule], direction)
-            values = end_values(whole) | {"followed": _follows(whole.recoveries[0])}
-            if whole.excluded is None:
-                values |= _values("", whole.recoveries[0]) | _values("after_rule_", whole.recoveries[1])
-                order = rankings[opposite(direction)]
-                values |= self._doses(store, pair, direction, order, downstream)
-                values |= self._other_donors(store, instance, pair, swapped, notes, behind_rule)
+        for direction, swapped in found.items():
+            whole, behind, *_ = swapped.recoveries
+            values = end_values(swapped) | {"followed": _follows(whole)}
+            other = found[opposite(direction)]
+            if swapped.excluded is None and other.excluded is None:
+                values |= _values("", whole) | _values("after_rule_", behind)
+                order = ranked(downstream, rounded(r.value for r in other.recoveries[2:]))
+                values |= self._other_sites(store, instance, pair, swapped, order, behind_rule)
             meta = pair_meta(instance, pair) | {"n_positions": len(downstream)}
-            rows.append(Row(item.id, item.stage, pair.cluster, direction, whole.excluded, values, meta))
+            rows.append(Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta))
         return rows
 
-    def _doses(
-        self, store: ContextStore, pair: Pair, direction: Direction, order: Sequence[int], downstream: Sequence[int]
-    ) -> dict[str, Json]:
-        """Recovery and following by order and dose; ``None`` where there are fewer positions than the dose."""
-        chosen = {
-            "ranked": [tuple(order[:k]) for k in self.doses],
-            "end": [tuple(downstream[-k:]) for k in self.doses],
-            "front": [tuple(downstream[:k]) for k in self.doses],
-        }
-        sites = [Site(positions) for name in ORDERS for positions in chosen[name]]
-        found = swap_pair(store, pair, sites, direction).recoveries
+    def _other_sites(
+        self, store: ContextStore, instance: Instance, pair: Pair, swapped: Swapped, order: Sequence[int],
+        behind_rule: Sequence[int],
+    ) -> dict[str, Json]:  # fmt: skip
+        """Doses, and the prompts with the other rule and with both changed where the grid has them; one batch."""
+        oriented, downstream = ends(pair, swapped.direction), sorted(order)
+        chosen = {"ranked": order, "end": downstream[::-1], "front": downstream}
+        sites = [Site(tuple(chosen[name][:k])) for name in ORDERS for k in self.doses]
+        donors = [store.get(oriented.new).cache]
+        (f, r), live = next((cell, p) for cell, p in instance.cells.items() if p is oriented.old)
+        grid: dict[str, Prompt] = {}
+        for name, cell, positions in (
+            ("trigger", (f, 1 - r), behind_rule),
+            ("same_conclusion", (1 - f, 1 - r), downstream),
+        ):
+            same = instance.conclusion.get(cell) == instance.conclusion[f, r]
+            if cell in instance.cells and same == (name == "same_conclusion"):
+                grid[name] = instance.cells[cell]
+                sites.append(Site(tuple(positions), donor=len(donors)))
+                donors.append(store.get(grid[name]).cache)
+        _, patched = margins(store, store.get(live), donors, sites, oriented.answer_ids)
         values: dict[str, Json] = {"doses": list(self.doses)}
+        fits = [k <= len(downstream) for k in self.doses]
         for at, name in enumerate(ORDERS):
-            mine = found[at * len(self.doses) : (at + 1) * len(self.doses)]
-            fits = [k <= len(downstream) for k in self.doses]
+            block = patched[at * len(fits) : (at + 1) * len(fits)]
+            mine = [Recovery(swapped.recipient, swapped.donor, m) for m in block]
             values[f"{name}_recovery"] = [round(r.value, 6) if f else None for r, f in zip(mine, fits, strict=True)]
             values[f"{name}_followed"] = [_follows(r) if f else None for r, f in zip(mine, fits, strict=True)]
-        return values
-
-    @staticmethod
-    def _other_donors(
-        store: ContextStore, instance: Instance, pair: Pair, swapped: Swapped, notes: Site, behind_rule: Site
-    ) -> dict[str, Json]:
-        """The prompt with the other rule, and the one in which field and rule both differ, where the grid has them."""
-        oriented = ends(pair, swapped.direction)
-        (f, r), live = next((cell, p) for cell, p in instance.cells.items() if p is oriented.old)
-        values: dict[str, Json] = {}
-        missing = "the form has no second rule"
-        for name, cell, same in (("trigger", (f, 1 - r), False), ("same_conclusion", (1 - f, 1 - r), True)):
-            fits = cell in instance.cells and (instance.conclusion[cell] == instance.conclusion[f, r]) == same
-            if not fits or len(instance.cells[cell]) != len(live):
-                values[f"{name}_excluded"] = missing
-                continue
-            donor = store.get(instance.cells[cell])
-            site = notes if same else behind_rule
-            _, (patched,) = margins(store, store.get(live), [donor.cache], [site], oriented.answer_ids)
-            own, _ = margins(store, donor, [], [], oriented.answer_ids)
-            if same:
-                values[f"{name}_excluded"] = None if own < 0 else "donor wrong"
-                if own < 0:
-                    values[f"{name}_flipped"] = patched > 0
-                    values[f"{name}_shift"] = (patched - swapped.recipient) / (swapped.donor - swapped.recipient)
+        last = dict(zip(grid, patched[len(ORDERS) * len(fits) :], strict=True))
+        for name in ("trigger", "same_conclusion"):
+            if name in grid:
+                own = unpatched(store, grid[name], oriented.answer_ids)
+                values |= _donor_values(name, Recovery(swapped.recipient, own, last[name]), swapped)
             else:
-                values[f"{name}_excluded"] = exclusion(swapped.recipient, own)
-                if values[f"{name}_excluded"] is None:
-                    values |= _values(f"{name}_", Recovery(swapped.recipient, own, patched))
+                values[f"{name}_excluded"] = "the form has no second rule"
         return values
 
     def aggregate(self, rows: Sequence[Row], *, seed: int = 0) -> list[Aggregate]:
@@ -209,6 +193,18 @@ def _values(prefix: str, recovery: Recovery) -> dict[str, Json]:
         f"{prefix}margin": recovery.patched,
         f"{prefix}probability": recovery.probability,
     }
+
+
+def _donor_values(name: str, recovery: Recovery, swapped: Swapped) -> dict[str, Json]:
+    """What the other prompts of the grid did; only the reason where they do not decide right themselves."""
+    if name == "trigger":
+        excluded = exclusion(recovery.recipient, recovery.donor)
+        return {f"{name}_excluded": excluded} | ({} if excluded else _values(f"{name}_", recovery))
+    if recovery.donor >= 0:
+        return {f"{name}_excluded": "donor wrong"}
+    gap = swapped.donor - swapped.recipient
+    shift = (recovery.patched - recovery.recipient) / gap
+    return {f"{name}_excluded": None, f"{name}_flipped": recovery.patched > 0, f"{name}_shift": shift}
 
 
 def _part(rows: Sequence[Row], name: str) -> list[Row]:

@@ -20,6 +20,7 @@ Cost for each pair: 8 prefills (4 of them shared with other probes) and 10 one-t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from notelens.cache.kv import KVCache
 from notelens.context import Context, ContextStore
@@ -95,7 +96,7 @@ class Placebo(Probe):
         excluded = real.excluded or excluded
         if found is not None and excluded is None:
             sites = [Site(downstream)]
-            own, _ = margins(store, Context(oriented.old, found, recipient.hidden, {}), [], [], oriented.answer_ids)
+            own, _ = margins(store, replace(recipient, cache=found), [], [], oriented.answer_ids)
             _, (patched,) = margins(store, recipient, [found], sites, oriented.answer_ids)
             recovery = (patched - real.recipient) / (real.donor - real.recipient)
             values |= {

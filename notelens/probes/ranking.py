@@ -53,8 +53,8 @@ def split_rankings(rows: Sequence[Row]) -> dict[tuple[str, str], list[int]]:
     """Rankings of each (item, direction) by the mean effects of the *other* half of the instances.
 
     Positions are matched across prompts by slot: by region, run, token text and occurrence, or, where the other half
-    has no such token, by region, run and distance from the run's end. Positions without any match come last, the later
-    one first. Missing where there is only one group or the other half has no usable row.
+    has no such token, by region, run, kind of token and distance from the run's end. Positions without any match come
+    last, the later one first. Missing where there is only one group or the other half has no usable row.
 
     Args:
         rows: of a map, with ``tokens``, ``regions``, ``positions`` and ``effects``, and ``group`` in their meta.
@@ -74,8 +74,9 @@ def split_rankings(rows: Sequence[Row]) -> dict[tuple[str, str], list[int]]:
         if table:
             means = {name: math.fsum(v) / len(v) for name, v in table.items()}
             names = slots(numbers(row, "tokens"), numbers(row, "regions"))
-            scores = {p: means.get(names[p][0], means.get(names[p][1], -math.inf)) for p in numbers(row, "positions")}
-            found[row.item, row.direction] = sorted(scores, key=lambda p: (-scores[p], -p))
+            matched = {p: names[p][0] in means for p in numbers(row, "positions")}
+            scores = {p: means.get(names[p][not same], -math.inf) for p, same in matched.items()}
+            found[row.item, row.direction] = sorted(scores, key=lambda p: (-scores[p], not matched[p], -p))
     return found
 
 

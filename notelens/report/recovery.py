@@ -10,7 +10,7 @@ from matplotlib.transforms import Transform
 
 from notelens.report import style as s
 
-ROW, GROUP_GAP = 0.37, 0.27
+ROW, GROUP_GAP = 0.34, 0.26
 LEFT, RIGHT, TOP, BOTTOM = 2.25, 1.55, 0.74, 0.78
 DIRECTION_STYLE = {
     "denoising": {"color": s.BLUE, "hatch": None},

@@ -1,6 +1,6 @@
 """From lines of a table and rows of records to what the figures draw. Knows names of metrics, draws nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from notelens.report.recovery import Bar
@@ -71,6 +71,16 @@ FORM_NAMES = {
 }
 
 
+def as_lines(aggregates: Iterable[Any]) -> list[Line]:
+    """Aggregates of a probe result as the lines that a run would record of them (without facts of the model)."""
+    names = ("experiment", "metric", "method", "params", "n_excluded", "swap", "unit")
+    return [
+        {name: getattr(a, name) for name in names}
+        | {name: getattr(a.estimate, name) for name in ("value", "lo", "hi", "n")}
+        for a in aggregates
+    ]
+
+
 def lines_of(lines: Sequence[Line], experiment: str, metric: str, params: Mapping[str, Any]) -> dict[str, Line]:
     """Lines with exactly these params, by method."""
     return {
@@ -81,7 +91,12 @@ def lines_of(lines: Sequence[Line], experiment: str, metric: str, params: Mappin
 
 
 def paper_range(experiment: str, metric: str, params: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Smallest and largest value that the paper's records hold over its models; unusable ones are left out."""
+    """Smallest and largest value that the paper's records hold over its models; unusable ones are left out.
+
+    The paper ranks positions on the pair itself and injects all rows behind the field: other variants have no range.
+    """
+    if params.get("ranking", "own") != "own" or {"notes", "donor"} & set(params):
+        return None
     values = [row.value for row in reference_rows(experiment, metric, dict(params)) if row.unusable is None]
     return (min(values), max(values)) if values else None
 
@@ -98,14 +113,20 @@ def select_bars(lines: Sequence[Line]) -> list[Bar]:
         for metric, label, params in entries:
             found = lines_of(lines, experiment, metric, params)
             bars += _bars(group, label, found, paper_range(experiment, metric, params))
-    forms = sorted(
-        {str(x["params"]["form"]) for x in lines if x["experiment"] == "dissociation" and "form" in x["params"]}
-    )
-    if len(forms) > 1:
-        for form in forms:
-            for metric, label in (("trigger_only_recovery", "trigger only"), ("notes_recovery", "notes")):
-                found = lines_of(lines, "dissociation", metric, {"form": form})
-                bars += _bars("Dissociation by rule form", f"{FORM_NAMES.get(form, form)}: {label}", found, None)
+        if experiment == "dissociation":
+            bars += _bars_by_form(lines)
+    return bars
+
+
+def _bars_by_form(lines: Sequence[Line]) -> list[Bar]:
+    """Trigger and notes of every rule form, where there are several."""
+    used = {str(x["params"]["form"]) for x in lines if x["experiment"] == "dissociation" and "form" in x["params"]}
+    forms = [form for form in FORM_NAMES if form in used] + sorted(used - set(FORM_NAMES))
+    bars: list[Bar] = []
+    for form in forms if len(forms) > 1 else ():
+        for metric, label in (("trigger_only_recovery", "trigger only"), ("notes_recovery", "notes")):
+            found = lines_of(lines, "dissociation", metric, {"form": form})
+            bars += _bars("Dissociation by rule form", f"{FORM_NAMES.get(form, form)}: {label}", found, None)
     return bars
 
 

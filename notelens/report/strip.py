@@ -69,7 +69,11 @@ class _Box:
 
 
 def draw_strips(
-    strips: Sequence[Strip], title: str = "Where the notes are", subtitle: str = "", reason: str = ""
+    strips: Sequence[Strip],
+    title: str = "Where the notes are",
+    subtitle: str = "",
+    reason: str = "",
+    unit: str = "recovery when only this position is patched",
 ) -> Figure:
     """Token heat strips, one below the other, with one colour scale for all.
 
@@ -78,6 +82,7 @@ def draw_strips(
         title: heading.
         subtitle: a line below it.
         reason: said in place of the picture when there are no strips.
+        unit: what the colours stand for.
     """
     if not strips:
         return s.message(title, [reason or "no per-position effects were measured in this run"])
@@ -98,7 +103,7 @@ def draw_strips(
             for box in page:
                 _draw_box(axes, strip, box, norm)
             top += PANEL_TITLE + height + PANEL_GAP
-        _legend(figure, strips, norm)
+        _legend(figure, strips, norm, unit)
     return figure
 
 
@@ -202,12 +207,11 @@ def _luminance(colour: object) -> float:
     return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
 
 
-def _legend(figure: Figure, strips: Sequence[Strip], norm: TwoSlopeNorm) -> None:
+def _legend(figure: Figure, strips: Sequence[Strip], norm: TwoSlopeNorm, unit: str) -> None:
     height = figure.get_size_inches()[1]
     bar = s.place(figure, LEFT + 0.16, height - 0.56, 2.6, 0.11)
-    label = "recovery when only this position is patched"
     figure.colorbar(ScalarMappable(norm, CMAP), cax=bar, orientation="horizontal", ticks=MaxNLocator(4))
-    bar.set_title(label, fontsize=s.SMALL, loc="left", pad=3)
+    bar.set_title(unit, fontsize=s.SMALL, loc="left", pad=3)
     bar.tick_params(labelsize=s.SMALL)
     handles: list[Artist] = [Patch(facecolor=UNPATCHED, label="not patched")]
     if any(x.field for x in strips):

@@ -1,4 +1,4 @@
-"""The command line: ``notelens run``, ``list``, ``gate`` and ``table``. Importing it imports no torch.
+"""The command line: ``notelens run``, ``map``, ``list``, ``gate`` and ``table``. Importing it imports no torch.
 
 Exit codes: 0 done, 1 something failed on the way (a full disk, non-finite logits), 2 bad input, 3 the model failed its
 gate or is not competent, 130 stopped by Ctrl-C. Errors are one line on stderr that begins with ``error:``.
@@ -8,7 +8,7 @@ import ast
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +72,7 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value: task.n=12. Repeatable.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Two instances per probe on a small random model; nothing is kept.")
+        bool, typer.Option("--dry-run", help="A few instances per probe on a small random model; nothing is kept.")
     ] = False,
 ) -> None:
     """Measure a configuration, or continue it: finished items are never measured twice."""
@@ -102,6 +102,56 @@ def run(
         _say(sentence)
     for sentence in result.incompetent[:1]:
         raise CompetenceError(sentence)
+
+
+@app.command("map")
+def map_(
+    model: Annotated[str, typer.Argument(help="Embedded model, Hugging Face id or local folder.")],
+    prompt: Annotated[Path, typer.Option(help="Text file with one marked field, for instance {{status}}.")],
+    field: Annotated[str, typer.Option(help="Name of the field.")],
+    old: Annotated[str, typer.Option(help="Its old value.")],
+    new: Annotated[str, typer.Option(help="Its new value, of the same token length.")],
+    answers: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="OLD NEW", help="Right answers for both values; the model's own when not given."),
+    ] = None,
+    rendering: Annotated[str, typer.Option(help="chat, plain or raw.")] = "chat",
+    out: Annotated[Path | None, typer.Option(help="Folder; maps/<field>-<old>-<new> when not given.")] = None,
+    layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Also every row in every layer.")] = True,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    attention: Annotated[str | None, typer.Option(help="sdpa or eager; what the family allows when not given.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit of a hub model.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="On a small random model; nothing is kept unless --out is given.")
+    ] = False,
+) -> None:
+    """Map which cached rows carry a decision, for any prompt with a marked field."""
+    from notelens.runs.maps import check_folder, default_folder, make_map, summary, write_map
+
+    folder = out if out is not None else default_folder(field, old, new)
+    check_folder(folder)
+    options = {"dtype": dtype, "device": device, "attention": attention, "revision": revision, "dry_run": dry_run}
+    with _steps() as on_step:
+        found = make_map(
+            model,
+            prompt,
+            field,
+            old,
+            new,
+            answers=answers,
+            rendering=rendering,
+            layers=layers,
+            on_step=on_step,
+            **options,
+        )
+        written = write_map(found, folder) if out is not None or not dry_run else []
+    for line in summary(found):
+        typer.echo("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line))
+    typer.echo(f"written: {', '.join(map(str, written))}" if written else "dry run: nothing was kept")
+    if found.excluded and not dry_run:
+        why = "; ".join(f"{direction}: {reason}" for direction, reason in found.excluded.items())
+        raise CompetenceError(f"{model} does not decide this prompt well enough for recoveries ({why})")
 
 
 @app.command("list")
@@ -234,6 +284,18 @@ class _Bars:
     def note(self, text: str) -> None:
         """Print above the bar."""
         self.bars.console.print(text, markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _steps() -> Iterator[Callable[[str], None]]:
+    """Say what is being computed, on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda step: status.update(step)
 
 
 @contextlib.contextmanager

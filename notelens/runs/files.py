@@ -10,7 +10,7 @@ from notelens.errors import InputError, RecordError
 LOCK = "run.lock"
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file so that a reader sees the old one or the new one, never half of either.
 
     Raises:
@@ -19,7 +19,7 @@ def write_atomic(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            file.write(text.encode("utf-8"))
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -1,6 +1,9 @@
 """``notelens map``: a note map of any prompt with a marked field, as JSON, safetensors and a figure."""
 
 import json
+import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,38 +17,79 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 DIGITS = 6
+DRY_RUN_ANSWERS = ("yes", "no")
+"""Read on a random model, which decides nothing, where a dry run names no answers."""
+
+
+def default_folder(field: str, old: str, new: str) -> Path:
+    """``maps/<field>-<old>-<new>`` with everything that is no letter, digit, dot or dash written as ``_``."""
+    names = [re.sub(r"[^\w.-]+", "_", part.strip())[:40].strip(".") or "_" for part in (field, old, new)]
+    return Path("maps") / "-".join(names)
+
+
+def check_folder(folder: Path) -> None:
+    """Say that results cannot be written here before anything is computed.
+
+    Raises:
+        InputError: the folder is a file or lies below one.
+        RecordError: the folder, or the nearest one above it, cannot be written to.
+    """
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise InputError(f"{folder}: is a file, or lies below one; choose another folder with --out")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RecordError(f"{nearest}: cannot be written to; choose another folder with --out")
 
 
 def read_prompt(path: Path) -> str:
-    """The text of a prompt file.
+    """The text of a prompt file, without the newline that ends it.
 
     Raises:
         InputError: the file is missing, unreadable, not UTF-8 or empty.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise InputError(f"{path}: is not UTF-8 text ({e.reason} at byte {e.start})") from e
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({reason(e)})") from e
     if not text.strip():
         raise InputError(f"{path}: is empty; write a prompt with one field such as {{{{status}}}}")
-    return text
+    return text.removesuffix("\n")
 
 
-def _floats(values: Any) -> list[float]:
-    return [round(float(v), DIGITS) for v in values]
+def _value(value: float) -> float | None:
+    """A number for JSON; ``None`` where it is not defined."""
+    return round(float(value), DIGITS) if math.isfinite(value) else None
+
+
+def _finite(facts: Any) -> Any:
+    """Plain data with numbers that JSON can hold (a failed check of the gate may carry an infinite difference)."""
+    if isinstance(facts, dict):
+        return {k: _finite(v) for k, v in facts.items()}
+    if isinstance(facts, list | tuple):
+        return [_finite(v) for v in facts]
+    return None if isinstance(facts, float) and not math.isfinite(facts) else facts
+
+
+def _values(values: Any) -> list[float | None]:
+    return [_value(v) for v in values.tolist()] if hasattr(values, "tolist") else [_value(v) for v in values]
 
 
 def as_json(found: "NoteMap") -> dict[str, Any]:
-    """Everything of a map but the layer map (which is in the safetensors file), as plain data."""
+    """Everything of a map but the layer map (which is in the safetensors file), as plain data.
+
+    Recoveries that are not defined are ``None``, with the reason under ``excluded``; ``shift`` (logits) is always there.
+    """
     old, new = found.pair.old, found.pair.new
     smallest = found.minimal
     return {
         "schema_version": SCHEMA_VERSION,
         "notelens": notelens.__version__,
         "swap": found.swap,
-        "model": found.facts,
+        "model": _finite(found.facts),
         "old": old.text,
         "new": new.text,
         "tokens": list(old.tokens),
@@ -54,16 +98,20 @@ def as_json(found: "NoteMap") -> dict[str, Any]:
         "changed_rows": list(found.pair.differing),
         "answers": [old.answer, new.answer],
         "answer_ids": list(found.pair.answer_ids),
-        "margins": {k: _floats(v) for k, v in found.margins.items()},
+        "margins": {k: _values(v) for k, v in found.margins.items()},
         "excluded": dict(found.excluded),
-        "recovery": {k: _floats(v) for k, v in found.positions.items()},
-        "recompute": {"in_place": round(found.in_place, DIGITS), "rows": _floats(found.recompute)},
+        "shift": {k: _values(v) for k, v in found.shifts.items()},
+        "recovery": {k: _values(v) for k, v in found.positions.items()},
+        "field_only": {k: _value(v) for k, v in found.field_only.items()},
+        "notes": {k: _value(v) for k, v in found.notes.items()},
+        "flipping_rows": {k: list(found.flipping(k)) for k in found.positions},
+        "recompute": {"in_place": _value(found.in_place), "rows": _values(found.recompute)},
         "attribution": None
         if found.attribution is None
         else {
             "note": "first-order estimate, not a measurement",
-            "recovery": _floats(found.attribution),
-            "rank_correlation": found.rank_correlation,
+            "recovery": _values(found.attribution),
+            "rank_correlation": None if found.rank_correlation is None else _value(found.rank_correlation),
             "false_negatives": list(found.false_negatives),
         },
         "minimal_set": None
@@ -71,10 +119,11 @@ def as_json(found: "NoteMap") -> dict[str, Any]:
         else {
             "rows": list(smallest.rows),
             "tokens": [old.tokens[r] for r in smallest.rows],
-            "path": _floats(smallest.path),
-            "recovery": round(smallest.recovery, DIGITS),
-            "recomputed": round(smallest.recomputed, DIGITS),
+            "path": _values(smallest.path),
+            "recovery": _value(smallest.recovery),
+            "recomputed": _value(smallest.recomputed),
             "flips": smallest.flips,
+            "recomputed_flips": smallest.recomputed_flips,
         },
     }
 
@@ -83,6 +132,7 @@ def write_map(found: "NoteMap", folder: Path) -> list[Path]:
     """Write ``map.json``, ``map.safetensors`` (float32 maps) and ``map.png``/``.svg``; each is whole or absent.
 
     Raises:
+        InputError: the folder is a file.
         RecordError: a file cannot be written.
     """
     from safetensors.torch import save
@@ -90,27 +140,22 @@ def write_map(found: "NoteMap", folder: Path) -> list[Path]:
     from notelens.report.map_figure import draw_map
     from notelens.report.style import save as save_figure
 
+    check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise RecordError(f"{folder}: could not be created ({reason(e)}); choose another folder with --out") from e
-    tensors = {f"recovery.{k}": v.float().contiguous() for k, v in found.positions.items()}
-    tensors["recompute"] = found.recompute.float().contiguous()
-    if found.layers is not None:
-        tensors["layers"] = found.layers.float().contiguous()
-    if found.attribution is not None:
-        tensors["attribution"] = found.attribution.float().contiguous()
+    tensors = {f"shift.{k}": v for k, v in found.shifts.items()}
+    tensors |= {f"recovery.{k}": v for k, v in found.positions.items()}
+    tensors |= {"recompute": found.recompute}
+    tensors |= {k: v for k, v in (("layers", found.layers), ("attribution", found.attribution)) if v is not None}
     data = as_json(found)
-    target, part = folder / "map.safetensors", folder / ".map.safetensors.part"
-    try:
-        part.write_bytes(save(tensors, metadata={"swap": found.swap}))
-        part.replace(target)
-    except OSError as e:
-        part.unlink(missing_ok=True)
-        raise RecordError(f"{target}: could not be written ({reason(e)})") from e
-    write_atomic(folder / "map.json", json.dumps(data, indent=1) + "\n")
     layers = None if found.layers is None else found.layers.tolist()
-    return [folder / "map.json", target, *save_figure(draw_map(data, layers), folder, "map")]
+    figure = draw_map(data, layers)
+    target = folder / "map.safetensors"
+    write_atomic(target, save({k: v.float().contiguous() for k, v in tensors.items()}, metadata={"swap": found.swap}))
+    write_atomic(folder / "map.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
+    return [folder / "map.json", target, *save_figure(figure, folder, "map")]
 
 
 def summary(found: "NoteMap", top: int = 8) -> list[str]:
@@ -118,23 +163,31 @@ def summary(found: "NoteMap", top: int = 8) -> list[str]:
     pair = found.pair
     lines: list[str] = []
     for direction, (low, high) in found.margins.items():
-        state = f"excluded: {found.excluded[direction]}" if direction in found.excluded else "competent"
-        lines.append(f"{direction}: margin {low:.2f} unpatched, {high:.2f} at the donor ({state})")
-    effects = found.positions["denoising"]
-    lines.append(f"isolated swaps, field rows alone: {float(effects[list(pair.differing)].sum()):.3f} (sum of single rows)")
-    lines.append(f"strongest {top} rows behind the field (isolated transplant | recomputed in the stale cache):")
+        state = (
+            f"recovery not defined: {found.excluded[direction]}"
+            if direction in found.excluded
+            else f"field rows alone {found.field_only[direction]:.3f}, all rows behind it {found.notes[direction]:.3f}"
+        )
+        lines.append(f"{direction}: margin {low:.2f}, of the donor {high:.2f}; {state}")
+    defined = "denoising" not in found.excluded
+    effects = found.positions["denoising"] if defined else found.shifts["denoising"]
+    unit = "recovery, transplanted | recomputed in the stale cache" if defined else "change of the margin in logits"
+    lines.append(f"strongest rows behind the field ({unit}):")
     for row in found.ranking()[:top]:
-        lines.append(f"  {row:>5}  {pair.old.tokens[row]!r:<16} {effects[row]:>7.3f} | {found.recompute[row]:>7.3f}")
+        again = f" | {found.recompute[row]:>7.3f}" if defined else ""
+        lines.append(f"  {row:>5}  {pair.old.tokens[row]!r:<16} {effects[row]:>7.3f}{again}")
     if found.rank_correlation is not None:
         lines.append(
             f"attribution estimate: rank correlation {found.rank_correlation:.2f} with the exact map, "
             f"{len(found.false_negatives)} rows missed"
         )
     if found.minimal is not None:
-        verdict = "flips the decision" if found.minimal.flips else "does not flip the decision"
+        smallest = found.minimal
+        verdict = "flips" if smallest.flips else "does not flip"
+        again = "flips" if smallest.recomputed_flips else "does not flip"
         lines.append(
-            f"greedy minimal set: {len(found.minimal.rows)} rows {list(found.minimal.rows)}, {verdict} "
-            f"(transplanted {found.minimal.recovery:.3f}, recomputed {found.minimal.recomputed:.3f})"
+            f"smallest set found: rows {', '.join(map(str, smallest.rows))}; transplanted it {verdict} the decision "
+            f"({smallest.recovery:.3f}), recomputed it {again} it ({smallest.recomputed:.3f})"
         )
     return lines
 
@@ -162,9 +215,14 @@ def make_map(
     if rendering not in RENDERINGS:
         raise InputError(f"unknown rendering {rendering!r}; known: {', '.join(RENDERINGS)}")
     text = read_prompt(prompt)
-    from notelens.circuits.note_map import note_map, pair_from_text
+    from notelens.circuits.note_map import note_map
+    from notelens.circuits.text_pair import check_text, pair_from_text
     from notelens.models.load import load
 
+    check_text(text, field, old, new)
+    on_step("load the model")
     model = load(model_name, **load_options)
+    if answers is None and load_options.get("dry_run"):
+        answers = DRY_RUN_ANSWERS
     pair = pair_from_text(model, text, field, old, new, answers=answers, rendering=rendering)
     return note_map(model, pair, layers=layers, on_step=on_step)

@@ -48,14 +48,20 @@ def plan(config: RunConfig, document: Document | None = None) -> tuple[Planned, 
         MissingPackageError: a class needs a package that is not installed.
     """
     place: Place = document.place if document is not None else dotted
+    tasks: dict[str, Task] = {}
     out: list[Planned] = []
     for i, entry in enumerate(config.probes):
         own = entry.task is not None and (entry.task.params or entry.task.name)
-        task_path: tuple[str | int, ...] = ("probes", i, "task", "params") if own else ("task", "params")
+        path: tuple[str | int, ...] = ("probes", i, "task", "params") if own else ("task", "params")
         task = config.task_for(entry)
-        built = cast(Task, construct(TASKS.get(task.name), f"task {task.name!r}", task.params, task_path, place))
-        probe = construct(PROBES.get(entry.name), f"probe {entry.name!r}", entry.params, ("probes", i, "params"), place)
-        out.append(Planned(cast(Probe, probe), built, task.n, _seed(task)))
+        key = json.dumps([task.name, task.params], sort_keys=True)
+        if (
+            key not in tasks
+        ):  # probes on the same task share one: tasks are values, and reading their data takes a moment
+            tasks[key] = cast(Task, construct(TASKS.get(task.name), f"task {task.name!r}", task.params, path, place))
+        what = f"probe {entry.name!r}"
+        probe = cast(Probe, construct(PROBES.get(entry.name), what, entry.params, ("probes", i, "params"), place))
+        out.append(Planned(probe, tasks[key], task.n, _seed(task)))
     return tuple(out)
 
 

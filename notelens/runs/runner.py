@@ -71,8 +71,8 @@ def execute(
         config: what to measure.
         out_dir: folder of the run; created, and held while this runs.
         progress: who is told about it.
-        dry_run: measure :data:`DRY_INSTANCES` instances per probe on a small random model of the same architecture, in
-            a temporary folder.
+        dry_run: measure on a small random model of the same architecture, in a temporary folder, with as few instances
+            as each probe accepts, :data:`DRY_INSTANCES` or more.
         loader: instead of :func:`notelens.load`.
         document: where the configuration came from, for lines in messages.
 
@@ -168,22 +168,27 @@ def _measure_all(
     facts = manifest["model"]
     stamp = Stamp(config_hash(config), config.seed, gate_word(facts), facts)
     store = ContextStore(model)
-    n_measured = 0
     with RecordWriter(out / FILE) as writer:
-        session = manifest["sessions"][-1]
+        session, n_before = manifest["sessions"][-1], len(writer.records.items)
         writer.write([{"kind": "run", **session, "config": stamp.config, "seed": config.seed, "facts": facts}])
         for entry in planned:
             if entry.probe.name in writer.records.probes:
                 progress.note(f"{entry.probe.name}: on record")
                 continue
             n = min(entry.n, DRY_INSTANCES) if dry_run else entry.n
-            instances = entry.task.instances(model.tokenizer, n, entry.seed)
-            if len(instances) < n:
-                raise TaskError(f"task {entry.task.name!r} gave {len(instances)} of {n} instances; ask for fewer")
-            done = measure(entry, instances, store, writer, stamp, progress)
-            n_measured += done.n_measured
-            progress.note(_line(entry.probe.name, len(instances), done))
-    return n_measured
+            while True:
+                instances = entry.task.instances(model.tokenizer, n, entry.seed)
+                if len(instances) < n:
+                    raise TaskError(f"task {entry.task.name!r} gave {len(instances)} of {n} instances; ask for fewer")
+                try:
+                    done = measure(entry, instances, store, writer, stamp, progress)
+                    break
+                except InputError:  # a dry run began with too few for this probe; in a run, n is what was asked for
+                    if n == entry.n:
+                        raise
+                    n = min(entry.n, 2 * n)
+            progress.note(_line(entry.probe.name, n, done))
+        return len(writer.records.items) - n_before
 
 
 def _line(name: str, n_instances: int, done: "Measured") -> str:

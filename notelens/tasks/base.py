@@ -40,7 +40,9 @@ class Instance:
 
     def __post_init__(self) -> None:
         if set(self.cells) != set(self.conclusion):
-            raise TaskError(f"instance {self.id!r}: cells {sorted(self.cells)} but conclusions {sorted(self.conclusion)}")
+            raise TaskError(
+                f"instance {self.id!r}: cells {sorted(self.cells)} but conclusions {sorted(self.conclusion)}"
+            )
         for name in ("cells", "conclusion", "meta"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 

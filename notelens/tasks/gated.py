@@ -1,7 +1,7 @@
 """Gated decisions: a field, a rule that turns its value into one of two actions, and a request (paper, section 3)."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
@@ -81,8 +81,8 @@ class GatedDecisions:
             raise TaskError(f"no families are left: split {split!r}, families {families!r}")
         self.families: tuple[Family, ...] = tuple(found)
         self.forms: tuple[str, ...] = tuple(forms)
-        self.order = cast(Order, order)
-        self.rendering = cast(Literal["chat", "plain"], rendering)
+        self.order: Order = cast(Order, order)
+        self.rendering: Literal["chat", "plain"] = cast(Literal["chat", "plain"], rendering)
         self.length = length
 
     def instances(self, tokenizer: Any, n: int, seed: int) -> list[Instance]:
@@ -97,7 +97,7 @@ class GatedDecisions:
         """What :meth:`instances` is built from, in the same order."""
         usable = {f.name: _usable(tokenizer, f) for f in self.families}
 
-        def every() -> Any:
+        def every() -> Iterator[Draw]:
             for index in count():
                 for shift in range(len(self.forms)):
                     for at, family in enumerate(self.families):
@@ -203,7 +203,7 @@ class GatedDecisions:
         rng = random.Random(f"{seed}/{family.name}/{index}")  # text seeds do not depend on PYTHONHASHSEED
         pair, words = rng.choice(values), rng.choice(actions)
         if rng.random() < 0.5:
-            pair = pair[::-1]
+            pair = (pair[1], pair[0])
         restrictive = rng.randrange(2)
         n_filler = rng.randint(2, _MAX_FILLER)
         draw = Draw(
@@ -211,7 +211,7 @@ class GatedDecisions:
             form=form,
             index=index,
             values=pair,
-            actions=words if restrictive == 0 else words[::-1],
+            actions=words if restrictive == 0 else (words[1], words[0]),
             restrictive=restrictive,
             template="",
             request=rng.choice(family.requests),
@@ -296,4 +296,4 @@ def _usable(tokenizer: Any, family: Family) -> tuple[list[tuple[str, str]], list
     return values, actions
 
 
-__all__ = ["GatedDecisions", "LENGTH_TOLERANCE"]
+__all__ = ["LENGTH_TOLERANCE", "GatedDecisions"]

@@ -81,7 +81,9 @@ class Draw:
         """
         if self.form in ("two_clause", "swapped"):
             if value not in self.values:
-                raise TaskError(f"{self.id}: the rule says nothing about {value!r}; it names {' and '.join(self.values)}")
+                raise TaskError(
+                    f"{self.id}: the rule says nothing about {value!r}; it names {' and '.join(self.values)}"
+                )
             return self.actions[self.values.index(value) ^ (rule if self.form == "swapped" else 0)]
         matches = (value == self.values[rule]) != (self.form == "negated")
         return self.actions[0 if matches else 1]

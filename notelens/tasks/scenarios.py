@@ -76,7 +76,9 @@ class Family:
             seen.add(line)
             misses = 0
             yield line
-        raise TaskError(f"family {self.name!r}: only {len(seen)} distinct filler lines exist; add templates or slot words")
+        raise TaskError(
+            f"family {self.name!r}: only {len(seen)} distinct filler lines exist; add templates or slot words"
+        )
 
 
 def load_families(path: Path | None = None) -> tuple[Family, ...]:
@@ -209,7 +211,9 @@ def _check_words(
     """Refuse slots that do not exist and filler that would give the model a second copy of a value or an action."""
     telling = {w.casefold() for k in ("values", "restrictive", "permissive") for w in lists[k]}
     if len(telling) != sum(len(lists[k]) for k in ("values", "restrictive", "permissive")):
-        raise TaskError(f"scenario file {source}: {where}: a word is both a value and an action, or both kinds of action")
+        raise TaskError(
+            f"scenario file {source}: {where}: a word is both a value and an action, or both kinds of action"
+        )
     for template in (*lists["filler"], *distractors):
         for slot in _SLOT.findall(template):
             if slot not in slots:

@@ -162,7 +162,11 @@ def _converted(spec: EmbeddedSpec, cache_dir: Path) -> Path:
         model.config.save_pretrained(part)
         # save_pretrained refuses a model that was read from GGUF, although its tensors are plain by now
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
-        tensors = {k: v.contiguous() for k, v in model.state_dict().items() if not (model.config.tie_word_embeddings and k in tied)}
+        tensors = {
+            k: v.contiguous()
+            for k, v in model.state_dict().items()
+            if not (model.config.tie_word_embeddings and k in tied)
+        }
         save_file(tensors, str(part / "model.safetensors"), metadata={"format": "pt"})
         tokenizer.save_pretrained(part)
         with contextlib.suppress(OSError):  # another process was faster; its folder is the same
@@ -198,7 +202,9 @@ def merge_adapter_(model: "PreTrainedModel", path: Path) -> int:
             delta = scale * (file.get_tensor(partner).float() @ file.get_tensor(key).float())
             weight = modules[target].weight
             if not isinstance(weight, torch.nn.Parameter) or weight.shape != delta.shape:
-                raise UnsupportedModelError(f"adapter {path.name}: {target} does not have the shape {tuple(delta.shape)}")
+                raise UnsupportedModelError(
+                    f"adapter {path.name}: {target} does not have the shape {tuple(delta.shape)}"
+                )
             deltas.append((weight, delta))
     with torch.no_grad():
         for weight, delta in deltas:

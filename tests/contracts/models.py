@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import max_difference
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
-from tests.oracle.swap import loop_in_forward_swap, loop_isolated_swap
+from tests.oracle.swap import loop_in_forward_swap, prefill_rows, read, swapped_rows
 from tests.tiny import VOCABULARY, tiny_model, wrapped
 
 SWAP_TOLERANCE = 1e-4
@@ -66,10 +66,37 @@ RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {"rope_parameters": _DEFAULT_ROPE, "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "rope_parameters": _DEFAULT_ROPE,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 """Name to (model type, config entries) of small random models, one per family and per kind of rotation."""
 NAMES = ("tiny", *RANDOM)
-SLIDING = ("mistral", "gemma2")
+MIXTURES = ("mixtral", "gpt_oss")
+SLIDING = ("mistral", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def random_hf(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -82,6 +109,9 @@ def random_hf(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
         for key, parameter in hf.named_parameters():
             if "norm" in key:  # an all-ones norm would hide a norm that is skipped
                 parameter.data += 0.2 * torch.randn_like(parameter)
+            if key.endswith("sinks"):  # sinks near zero would hide that they are forgotten
+                parameter.data = 1.0 + torch.randn_like(parameter)
+    hf.config.architectures = [type(hf).__name__]  # as checkpoints have it; models made in memory do not
     return hf.to(dtype).eval()
 
 
@@ -191,11 +221,14 @@ def swap_problems(
     found = swap(model, recipient, donors, sites, Reader.last(recipient, answers, n_reader))
     problems: list[str] = []
 
+    start = len(recipient_ids) - n_reader
+    base, *others = (
+        [(k[:, :start], v[:, :start]) for k, v in prefill_rows(model.hf, i)] for i in (recipient_ids, *donor_ids)
+    )
+
     def slow(site: Site) -> torch.Tensor:
-        return loop_isolated_swap(
-            model.hf, recipient_ids, donor_ids[site.donor], site.positions, answers, layers=site.layers,
-            heads=site.kv_heads, parts=site.parts, n_reader=n_reader,
-        )  # fmt: skip
+        patched = swapped_rows(base, others[site.donor], site.positions, site.layers, site.kv_heads, site.parts)
+        return read(model.hf, patched, recipient_ids[start:], answers)
 
     rows = [("baseline", Site(()), found.baseline), *((f"{s}", s, r) for s, r in zip(sites, found.logits, strict=True))]
     for label, site, logits in rows:

@@ -11,6 +11,7 @@ from notelens.cache.kv import KVCache
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
 from notelens.intervene.kernel import Batch
 from notelens.intervene.patch import hook_isolated_swap
+from notelens.models import FAMILIES
 from notelens.models.base import Prefill
 from tests.contracts import models as contract
 from tests.oracle.swap import loop_isolated_swap
@@ -22,6 +23,10 @@ READERS = (1, 4)
 def ids_of(model: Any) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
     recipient, donors = contract.contract_ids(model.name)
     return recipient, donors, contract.contract_answers(model.name)
+
+
+def test_every_family_is_under_contract() -> None:
+    assert {kind for kind, _ in contract.RANDOM.values()} == set(FAMILIES.names())
 
 
 # --- every member -----------------------------------------------------------------------------------------------------
@@ -128,7 +133,10 @@ def test_hooks_reach_the_same_swap(any_model: Any) -> None:
 
 @pytest.mark.parametrize("name", contract.RANDOM)
 def test_half_precision_stays_finite_and_close(name: str) -> None:
-    """bfloat16 keeps 8 bits: logits of size 5 are right to about 0.2 after four layers; nothing overflows."""
+    """bfloat16 keeps 8 bits: logits of size 5 are right to about 0.2 after four layers; nothing overflows.
+
+    A mixture of experts may route a token elsewhere, which moves logits by whole units: there only finiteness is asked.
+    """
     exact = contract.note_model(name)
     model = wrapped(contract.random_hf(name, dtype=torch.bfloat16), name, gate=False)
     recipient, donors = contract.contract_ids(name)
@@ -139,10 +147,11 @@ def test_half_precision_stays_finite_and_close(name: str) -> None:
         found.append(swap_effects(m, caches[0], caches[1:], sites, Reader.last(caches[0], contract.ANSWERS)))
     assert model.prefill(recipient).cache.dtype == torch.bfloat16
     assert bool(torch.isfinite(found[1].logits).all())
-    scale = float(found[0].logits.abs().max())
-    assert float((found[0].logits - found[1].logits).abs().max()) <= 0.1 * scale
-    slow = loop_isolated_swap(model.hf, recipient, donors[0], sites[-1].positions, contract.ANSWERS)
-    assert float((found[1].logits[-1] - slow).abs().max()) <= 0.05 * scale
+    if name not in contract.MIXTURES:
+        scale = max(1.0, float(found[0].logits.abs().max()))
+        assert float((found[0].logits - found[1].logits).abs().max()) <= 0.1 * scale
+        slow = loop_isolated_swap(model.hf, recipient, donors[0], sites[-1].positions, contract.ANSWERS)
+        assert float((found[1].logits[-1] - slow).abs().max()) <= 0.05 * scale
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama", "mistral"])
@@ -367,3 +376,11 @@ def test_the_bridge_leaves_the_tokenizer_alone() -> None:
         assert model.bridge is model.bridge
     after = (dict(tokenizer.init_kwargs), tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token, len(tokenizer))
     assert after == before
+
+
+@pytest.mark.parametrize("name", contract.RANDOM)
+def test_the_bridge_knows_a_model_made_in_memory(name: str) -> None:
+    """Configs made in memory do not name their architecture; the class of the model does."""
+    hf = contract.random_hf(name)
+    hf.config.architectures = None
+    assert contract.bridge_problems(wrapped(hf, name, gate=False), contract.random_ids()) == []

@@ -16,7 +16,9 @@ class Gemma2(FamilySpec):
     eager_only = "soft-capped attention scores"
 
     def writers(self, layer: Any) -> tuple[nn.Module, nn.Module]:
+        """The norms behind attention and MLP, whose outputs are added to the residual stream."""
         return layer.post_attention_layernorm, layer.post_feedforward_layernorm
 
     def final_softcap(self, config: Any) -> float | None:
+        """Soft cap on output logits."""
         return config.final_logit_softcapping

@@ -11,4 +11,5 @@ class Mistral(FamilySpec):
     model_types = ("mistral",)
 
     def window(self, config: Any, layer: int) -> int | None:
+        """Sliding window of the layer, as the config sets it for all of them."""
         return config.sliding_window

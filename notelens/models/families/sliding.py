@@ -17,4 +17,6 @@ def window_from_layer_types(self: FamilySpec, config: Any, layer: int) -> int | 
         return None
     if kind == "sliding_attention":
         return config.sliding_window
-    raise UnsupportedModelError(f"{config.model_type}: layer {layer} has type {kind!r}; known: full or sliding attention")
+    raise UnsupportedModelError(
+        f"{config.model_type}: layer {layer} has type {kind!r}; known: full or sliding attention"
+    )
