@@ -12,7 +12,7 @@ from notelens.errors import NonFiniteError, PatchError
 from notelens.intervene.attribution import attribution_effects
 from notelens.intervene.engine import Reader, Site, swap_effects
 from tests.contracts import models as contract
-from tests.tiny import READ_KV_HEAD, READ_LAYER, TOKEN_IDS, tiny_margin, tiny_pair, wrapped
+from tests.tiny import READ_KV_HEAD, READ_LAYER, TOKEN_IDS, tiny_margin, tiny_pair
 
 ANSWERS = (TOKEN_IDS["deny"], TOKEN_IDS["approve"])
 PAIR = tiny_pair(n_notes=1)
@@ -41,7 +41,7 @@ def moved(
 
 @torch.no_grad()
 def margin(hf: Any, cache: KVCache, reader: Reader) -> float:
-    """Margin behind the reader in the model's own precision, with plain transformers."""
+    """Margin behind the reader, with plain transformers."""
     store = DynamicCache()
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True)):
         store.update(k[None, :, : reader.start].clone(), v[None, :, : reader.start].clone(), layer)
@@ -54,17 +54,23 @@ def margin(hf: Any, cache: KVCache, reader: Reader) -> float:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("n_reader", [1, 3])
 def test_it_is_the_derivative_towards_the_donor(name: str, n_reader: int) -> None:
-    """Central differences in float64, for every layer of a few rows."""
-    model = wrapped(contract.random_hf(name, dtype=torch.float64), name, gate=False)
+    """Central differences, extrapolated to step 0, for every layer of a few rows. (Norms, rotations and the softmax of
+    these models stay float32 whatever the weights are, so steps are large and the rounding is that of float32.)"""
+    model = contract.note_model(name)
     ids, donors = contract.contract_ids(name)
     recipient, donor = model.prefill(ids).cache, model.prefill(donors[0]).cache
     reader = Reader.last(recipient, contract.ANSWERS[:2], n_reader)
     found = attribution_effects(model, recipient, donor, reader)
-    step = 1e-4
+
+    def slope(layer: int, row: int, step: float) -> float:
+        up, down = (margin(model.hf, moved(recipient, donor, s, layer, row), reader) for s in (step, -step))
+        return (up - down) / (2 * step)
+
     for row in (3, 8, reader.start - 1):
         for layer in range(model.geometry.n_layers):
-            up, down = (margin(model.hf, moved(recipient, donor, s, layer, row), reader) for s in (step, -step))
-            assert float(found.effects[layer, row]) == pytest.approx((up - down) / (2 * step), rel=1e-3, abs=1e-6)
+            expected = (4 * slope(layer, row, 0.05) - slope(layer, row, 0.1)) / 3
+            assert float(found.effects[layer, row]) == pytest.approx(expected, rel=5e-3, abs=1e-4)
+    assert float(found.effects.abs().max()) > 0.02
     assert not bool(found.effects[:, :3].any()), "rows in front of the first difference are the same on both sides"
     assert torch.equal(found.positions, found.effects.sum(0))
     assert found.mode == "attribution" and found.effects.shape == (model.geometry.n_layers, reader.start)

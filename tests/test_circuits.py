@@ -14,10 +14,10 @@ from notelens.errors import CompetenceError, NonFiniteError, PatchError
 from notelens.intervene.engine import Reader
 from tests.contracts import models as contract
 from tests.oracle.components import head_outputs, swap_component, swap_heads
-from tests.tiny import READ_HEAD, READ_LAYER, TOKEN_IDS, broken_blind, tiny_pair
+from tests.tiny import READ_HEAD, READ_LAYER, broken_blind, tiny_pair
 
-ANSWERS = (TOKEN_IDS["deny"], TOKEN_IDS["approve"])
 PAIR = tiny_pair(n_notes=1)
+ANSWERS = PAIR.answer_ids
 N = len(PAIR.old)
 NOTE = PAIR.old.tokens.index(";")
 N_HEADS = 4

@@ -58,7 +58,7 @@ class NoteMap:
         margins: unpatched margins (recipient, donor) by direction, towards the donor's answer.
         excluded: why recoveries are not defined, by direction, where they are not.
         shifts: change of the margin in logits when one row is the donor's, ``[pos]`` by direction; rows before the field are
-            exactly 0.
+            the same in both prompts, are not run, and are exactly 0.
         positions: the same as recovery.
         field_only: recovery of all field rows together, by direction.
         notes: recovery of all rows behind the field together, by direction.
@@ -156,7 +156,8 @@ def note_map(
     ends: dict[str, _Ends] = {}
     shifts: dict[str, Tensor] = {}
     joint: dict[str, list[float]] = {}
-    sites = [*(Site((p,)) for p in rows), Site(edited), Site(pair.old.after(pair.axis))]
+    behind = rows[edited[0] :]
+    sites = [*(Site((p,)) for p in behind), Site(edited), Site(pair.old.after(pair.axis))]
     for direction, recipient, donor, answers in (
         ("denoising", old, new, pair.answer_ids),
         ("noising", new, old, pair.answer_ids[::-1]),
@@ -166,7 +167,8 @@ def note_map(
         high = swap_effects(model, donor.cache, [], [], reader).baseline
         ends[direction] = end = _Ends(_margin(found.baseline), _margin(high))
         moved = end.shift(found.logits)
-        shifts[direction], joint[direction] = moved[: len(rows)], end.recovery(moved[len(rows) :]).tolist()
+        shifts[direction] = torch.cat([torch.zeros(edited[0]), moved[: len(behind)]])
+        joint[direction] = end.recovery(moved[len(behind) :]).tolist()
     end, reader = ends["denoising"], Reader.last(old.cache, pair.answer_ids)
 
     say("recomputed rows")
@@ -190,8 +192,7 @@ def note_map(
     smallest = None
     if minimal and end.reason is None:
         say("greedy minimal set")
-        candidates = [p for p in rows if p >= edited[0]]
-        smallest = _minimal(model, old, new, reader, candidates, end, max_rows, pair)
+        smallest = _minimal(model, old, new, reader, behind, end, max_rows, pair)
     return NoteMap(
         pair=pair,
         margins={d: (e.low, e.high) for d, e in ends.items()},

@@ -165,25 +165,26 @@ def swap_effects(
     _check(model, recipient, donors, sites, readers, mode, prefix)
     changed = [_changed_rows(recipient, d) for d in donors]
     live = [entry for i, site in enumerate(sites) if (entry := _live(i, site, recipient, changed, readers, mode))]
+    # the unpatched readers run in the same batches; they share every layer with the others, so they ask for the last one
+    last = recipient.n_layers - 1
+    live += [_Live(len(sites) + i, Site((), reader=i), (), last, r.start, r.token_ids) for i, r in enumerate(readers)]
     # readers of one chunk must have the same tokens to run and the same rows to see; low layers first to share them
     live.sort(key=lambda e: (e.start, len(e.ids), e.low, e.site.reader))
-    width = len(readers[0].answer_ids)
-    out, base = torch.empty(len(sites), width), torch.empty(len(readers), width)
+    out = torch.empty(len(sites) + len(readers), len(readers[0].answer_ids))
     n_tokens = 0
     with torch.no_grad(), engine_attention(model):
-        for i, one in enumerate(readers):
-            base[i] = _run(
-                model, recipient, donors, [_Live(0, Site((), reader=i), (), 0, one.start, one.token_ids)], readers
-            )
-            n_tokens += len(one.token_ids)
-        for i, site in enumerate(sites):
-            out[i] = base[site.reader]
         for part in _chunks(model, live, budget_bytes, max_chunk):
             out[[e.index for e in part]] = _run(model, recipient, donors, part, readers)
             n_tokens += sum(len(e.ids) for e in part)
+    base = out[len(sites) :].clone()
+    done = {e.index for e in live}
+    for i, site in enumerate(sites):
+        if i not in done:
+            out[i] = base[site.reader]
+    out = out[: len(sites)].clone()
     if not bool(torch.isfinite(out).all() and torch.isfinite(base).all()):
         raise NonFiniteError("answer logits are not finite; check the model's dtype and the caches for overflow")
-    return SwapEffects(out, base, mode, len(live) + len(readers), n_tokens)
+    return SwapEffects(out, base, mode, len(live), n_tokens)
 
 
 def check_ends(
@@ -270,7 +271,9 @@ def _live(
     reader = readers[site.reader]
     if mode == "isolated":
         return _Live(index, site, rows, low, reader.start, reader.token_ids)
-    return _Live(index, site, rows, low, rows[0], (*recipient.token_ids[rows[0] : reader.start], *reader.token_ids))
+    # behind the first changed row every row would be computed anew, so rows that equal the recipient's are held too
+    held = tuple(p for p in sorted(set(site.positions)) if p >= rows[0])
+    return _Live(index, site, held, low, held[0], (*recipient.token_ids[held[0] : reader.start], *reader.token_ids))
 
 
 def _chunks(model: NoteModel, live: Sequence[_Live], budget_bytes: int, max_chunk: int) -> list[list[_Live]]:

@@ -127,9 +127,11 @@ def swap_pair(store: ContextStore, pair: Pair, sites: Sequence[Site], direction:
     each end that this store has not seen yet.
     """
     oriented = ends(pair, direction)
-    base, other = (unpatched(store, prompt, oriented.answer_ids) for prompt in (oriented.old, oriented.new))
+    other = unpatched(store, oriented.new, oriented.answer_ids)
     patched: list[float] = []
-    if sites:
+    if not sites:
+        base = unpatched(store, oriented.old, oriented.answer_ids)
+    else:
         donor = store.get(oriented.new)
         base, patched = margins(store, store.get(oriented.old), [donor.cache], sites, oriented.answer_ids)
     return Swapped(direction, base, other, exclusion(base, other), tuple(Recovery(base, other, m) for m in patched))

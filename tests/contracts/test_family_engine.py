@@ -58,6 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"sliding_window": WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}}),
 }  # fmt: skip
 NAMES = tuple(CASES)
+MIXTURES = ("mixtral", "gpt_oss")
+"""Experts run the tokens they are sent as one batch, so rows depend on the rest of the prompt by rounding."""
 
 
 def family_hf(name: str) -> Any:
@@ -120,7 +122,13 @@ def test_every_position_equals_the_loop(name: str, n: int) -> None:
     sites = [Site((p,)) for p in range(n - 1)] + [Site((p,), donor=1) for p in range(2, n - 1, 4)]
     found = swap_effects(model, caches[0], caches[1:], sites, reader)
     assert max(gaps(model, rows, sites, [reader], found)) <= SWAP_TOLERANCE
-    assert torch.equal(found.logits[0], found.baseline), "row 0 is the same on both sides and must be exactly nothing"
+    same = all(
+        torch.equal(x[:, 0], y[:, 0])
+        for i in ("keys", "values")
+        for x, y in zip(*(getattr(c, i) for c in caches[:2]), strict=True)
+    )
+    assert same or name in MIXTURES, "row 0 has the same tokens in front of it on both sides"
+    assert float((found.logits[0] - found.baseline).abs().max()) <= (0.0 if same else 1e-6)
     assert float((found.logits - found.baseline).abs().max()) > 1e-2
 
 
@@ -169,10 +177,10 @@ def test_layers_below_the_band_run_once_and_change_nothing(
     sites = [Site((p,), layers=(low, 3)) for p in (3, 12, 15, 17)]
     batches: list[int] = []
 
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        batches.append(len(args[0] if args else kwargs["hidden_states"]))
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        batches.append(len(output[0] if isinstance(output, tuple) else output))
 
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in model.hf.model.layers]
+    handles = [layer.register_forward_hook(note) for layer in model.hf.model.layers]
     shared = swap_effects(model, caches[0], caches[1:2], sites, reader)
     for handle in handles:
         handle.remove()

@@ -1,4 +1,4 @@
-"""Single heads and layer components replaced in a full forward pass with plain module hooks; shares no code with the library."""
+"""Single heads and layer components replaced in a full forward pass with plain module hooks; no code of the library."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
