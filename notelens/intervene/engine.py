@@ -218,9 +218,9 @@ def _check(
         raise PatchError(f"unknown mode {mode!r}; known: isolated, in_forward")
     if not readers or len({len(r.answer_ids) for r in readers}) != 1:
         raise PatchError("give at least one reader; several must read the same number of answers")
-    check_ends(model, recipient, donors, readers, prefix=prefix)
     if mode == "in_forward" and recipient.next_position != len(recipient):
         raise PatchError("in-forward swaps re-run the prompt, so the cache must hold every row from position 0 on")
+    check_ends(model, recipient, donors, readers, prefix=prefix)
     for site in sites:
         if not 0 <= site.reader < len(readers):
             raise PatchError(f"site names reader {site.reader} of {len(readers)}")
