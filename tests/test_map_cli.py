@@ -158,10 +158,11 @@ def test_progress_is_shown_on_a_terminal_only(
 def test_a_dry_run_keeps_nothing_unless_told_where(
     capsys: pytest.CaptureFixture[str], prompt: Path, loads: list[dict[str, Any]], unsaved: None
 ) -> None:
-    code, out, err = invoke(capsys, *options(prompt, "--dry-run"))
+    answers = ("--answers", "approve", "deny")
+    code, out, err = invoke(capsys, *options(prompt, "--dry-run", *answers))
     assert (code, err) == (0, "") and loads[0]["dry_run"] is True
     assert out.endswith("dry run: nothing was kept\n") and not list(Path().iterdir())
-    assert invoke(capsys, *options(prompt, "--dry-run", "--answers", "deny", "approve", "--out", "kept"))[0] == 0
+    assert invoke(capsys, *options(prompt, "--dry-run", *answers, "--out", "kept"))[0] == 0
     assert sorted(p.name for p in Path("kept").iterdir()) == ["map.json", "map.safetensors"]
 
 

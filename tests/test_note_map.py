@@ -373,7 +373,7 @@ def test_long_prompts_and_many_layers_stay_readable(known: NoteMap) -> None:
     data["recovery"] = {k: longer(v) for k, v in data["recovery"].items()}
     data["recompute"] = {**data["recompute"], "rows": longer(data["recompute"]["rows"])}
     n = len(data["tokens"]) - 1
-    strong = FIELD[0] + 7 * (N_ROWS - middle.start)
+    strong = FIELD[0] + 4 * (N_ROWS - middle.start)
     layers = np.zeros((62, n))
     layers[40, strong] = -0.7
     figure = draw_map(data, layers.tolist())

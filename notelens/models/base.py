@@ -70,10 +70,14 @@ class NoteModel(Protocol):
     """A loaded model: plain transformers for prefill, decode and the patch engine, a bridge for hooks."""
 
     name: str
-    revision: str
     geometry: Geometry
     tokenizer: Any
     gate: "GateReport | None"
+
+    @property
+    def revision(self) -> str:
+        """Revision of the weights; their hash where none was given."""
+        ...
 
     @property
     def device(self) -> "torch.device":

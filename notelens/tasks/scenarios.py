@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -89,6 +90,16 @@ def load_families(path: Path | None = None) -> tuple[Family, ...]:
     Raises:
         TaskError: the file is missing, empty, not JSON or against the schema; the message names file and problem.
     """
+    return _builtin() if path is None else _load(path)
+
+
+@cache
+def _builtin() -> tuple[Family, ...]:
+    """The built-in families, read and checked once a process."""
+    return _load(None)
+
+
+def _load(path: Path | None) -> tuple[Family, ...]:
     default = _read(BUILTIN)
     data = default if path is None else _read(path)
     source = (path or BUILTIN).name

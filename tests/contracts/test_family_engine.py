@@ -128,7 +128,7 @@ def test_every_position_equals_the_loop(name: str, n: int) -> None:
         for x, y in zip(*(getattr(c, i) for c in caches[:2]), strict=True)
     )
     assert same or name in MIXTURES, "row 0 has the same tokens in front of it on both sides"
-    assert float((found.logits[0] - found.baseline).abs().max()) <= (0.0 if same else 1e-6)
+    assert float((found.logits[0] - found.baseline).abs().max()) <= (0.0 if same else 1e-5)
     assert float((found.logits - found.baseline).abs().max()) > 1e-2
 
 
