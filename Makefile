@@ -30,8 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: $(STAMP)  ## measure the embedded model: table, figures, records
 	$(BIN)/notelens run configs/quickstart.yaml
-	$(BIN)/notelens table runs/quickstart --format md
-	@echo "Records and figures (PNG and SVG) are in runs/quickstart/"
+	@echo "Full table: runs/quickstart/table.md (or: notelens table runs/quickstart). Figures: runs/quickstart/figures/"
 
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest

@@ -186,11 +186,9 @@ def test_sites_and_modes_that_do_not_fit_are_refused(tiny: Any) -> None:
     recipient, donor = caches(tiny)
     reader = Reader.last(recipient, ANSWERS)
 
-    def refused(
-        message: str, sites: Sequence[Site], readers: Any = reader, base: KVCache = recipient, **options: Any
-    ) -> None:
+    def refused(message: str, sites: Sequence[Site], readers: Any = reader, **options: Any) -> None:
         with pytest.raises(PatchError, match=message):
-            swap_effects(tiny, base, [donor], sites, readers, **options)
+            swap_effects(tiny, recipient, [donor], sites, readers, **options)
 
     refused(r"reader 1 of 1", [Site((3,), reader=1)])
     refused(r"reader -1 of 1", [Site((3,), reader=-1)])
@@ -200,7 +198,8 @@ def test_sites_and_modes_that_do_not_fit_are_refused(tiny: Any) -> None:
     refused(r"in-forward swaps replace whole rows", [Site((3,), parts="v")], mode="in_forward")
     refused(r"in-forward swaps replace whole rows", [Site((3,), kv_heads=(0,))], mode="in_forward")
     gap = replace(recipient, positions=recipient.positions + 3)
-    refused(r"must hold every row from position 0", [], Reader(5, (1,), ANSWERS), replace(gap), mode="in_forward")
+    with pytest.raises(PatchError, match="must hold every row from position 0"):
+        swap_effects(tiny, gap, [], [], Reader(5, (1,), ANSWERS), mode="in_forward")
 
 
 @pytest.mark.parametrize("n", [0, N, N + 3, -1])

@@ -114,12 +114,17 @@ def test_nothing_breaks_out_of_a_cell() -> None:
     assert plain.count("{") == plain.count("}")
 
 
-def test_the_summary_leaves_out_single_directions_only_where_they_are_pooled() -> None:
+def test_the_summary_keeps_the_first_pooled_row_of_a_metric_and_its_rule_forms() -> None:
     rows = [row(method=m) for m in ("both", "denoising", "noising")] + [row(metric="other", method="noising")]
+    rows += [row(method="both", params=p) for p in ({"form": "swapped"}, {"k": 4})]
+    rows += [row(metric="flip_rate", method="both", params=p) for p in ({}, {"form": "swapped"})]
     cells = md_cells(t.render(table(*rows), "md", summary=True))[2:]
-    assert [c[:2] for c in cells] == [["field_only_recovery", "both"], ["other", "noising"]]
-    assert "2 rows of single patch directions are in the full table" in t.render(table(*rows), "md", summary=True)
-    assert len(md_cells(t.render(table(*rows), "md"))) == 6
+    assert [c[:2] for c in cells] == [
+        ["field_only_recovery", "both"], ["other", "noising"], ["field_only_recovery", "both"], ["flip_rate", "both"]
+    ]  # fmt: skip
+    assert cells[2][2] == "form=swapped"
+    assert "4 more rows (single directions, other parameters)" in t.render(table(*rows), "md", summary=True)
+    assert len(md_cells(t.render(table(*rows), "md"))) == 10
 
 
 def test_the_papers_value_is_a_number_for_its_own_model_and_a_range_elsewhere() -> None:

@@ -11,7 +11,7 @@ from notelens.errors import UnsupportedModelError
 
 
 @contextlib.contextmanager
-def residual_stream(layers: Sequence[nn.Module], rows: Sequence[int]) -> Iterator[list[Tensor]]:
+def residual_stream(layers: nn.ModuleList, rows: Sequence[int]) -> Iterator[list[Tensor]]:
     """Collect the residual stream at ``rows`` while a forward pass runs inside the block.
 
     Yields:

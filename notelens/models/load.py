@@ -202,7 +202,9 @@ def gate_key(model: HFNoteModel, bridge: bool = True) -> str:
     """Hash of everything that a gate report depends on: weights, type, kernel, device, versions, our own sources."""
     package = Path(notelens.__file__).parent
     sources = [hashlib.sha256((package / s).read_bytes()).hexdigest() for s in GATED_SOURCES]
+    config = {k: v for k, v in model.hf.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
     facts = (
-        model.weights_hash, str(model.dtype), model.attention_kernel, model.device.type, bridge, library_versions(), sources,
+        model.weights_hash, json.dumps(config, sort_keys=True, default=str), str(model.dtype), model.attention_kernel,
+        model.device.type, bridge, library_versions(), sources,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from notelens.cache.hf import empty_cache, from_transformers, to_transformers
 from notelens.cache.kv import KVCache
-from notelens.errors import CacheError, MissingPackageError, NonFiniteError
+from notelens.errors import CacheError, MissingPackageError, NonFiniteError, UnsupportedModelError
 from notelens.intervene.capture import residual_stream
 from notelens.models.base import FamilySpec, Prefill
 from notelens.models.gate import GateReport
@@ -112,12 +112,21 @@ class HFNoteModel:
             ) from e
         shared = [*self._hf.parameters(), *self._hf.buffers()]
         twin = copy.deepcopy(self._hf, {id(t): t for t in shared})
+        config = copy.deepcopy(self._hf.config)
+        config.architectures = [type(self._hf).__name__]  # models made in memory name none
         with tempfile.TemporaryDirectory() as folder:
-            self._hf.config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            return TransformerBridge.boot_transformers(
-                folder, hf_model=twin, tokenizer=self.tokenizer, device=str(self.device), dtype=self.dtype
-            )
+            config.save_pretrained(folder)
+            # boot_transformers edits the tokenizer it is given, so it gets a copy
+            tokenizer = copy.deepcopy(self.tokenizer)
+            tokenizer.save_pretrained(folder)
+            try:
+                return TransformerBridge.boot_transformers(
+                    folder, hf_model=twin, tokenizer=tokenizer, device=str(self.device), dtype=self.dtype
+                )
+            except (ValueError, KeyError, AttributeError, TypeError, NotImplementedError) as e:
+                raise UnsupportedModelError(
+                    f"transformer-lens cannot wrap {self.name} ({type(e).__name__}: {e}); hooks are not available for it"
+                ) from e
 
     @torch.no_grad()
     def prefill(

@@ -83,7 +83,10 @@ def make_table(
     kernel, device = facts.get("attention_kernel"), facts.get("device")
     model = f"Model {facts['name']} (revision {facts.get('revision')}, {facts.get('dtype')}, {kernel}, {device})."
     gate = "Gate: passed." if gate_word(facts) == "passed" else "UNGATED: this model did not pass its admission gate."
-    shares = {str(r["experiment"]): r for r in rows if r["metric"] == "competence" and r["method"] not in DIRECTIONS}
+    shares: dict[str, Line] = {}
+    for row in rows:
+        if row["metric"] == "competence" and row["method"] not in DIRECTIONS:
+            shares.setdefault(str(row["experiment"]), row)  # the first one pools all rule forms
     competence = ", ".join(f"{_number(r['value'])} ({name}, n={r['n']})" for name, r in shares.items())
     began: Mapping[str, Any] = manifest["sessions"][0]
     header = [
@@ -133,12 +136,13 @@ def render(table: Table, format: str, *, summary: bool = False) -> str:
     Args:
         table: from :func:`load_table`.
         format: ``md``, ``csv``, ``tex`` or ``json``.
-        summary: leave out rows of single directions where there is a pooled one.
+        summary: of every metric only the first row, and that of each rule form; single directions only where they are
+            not pooled.
 
     Raises:
         InputError: unknown format.
     """
-    rows = [r for r in table.rows if not summary or not _in_pooled(r, table.rows)]
+    rows = _headlines(table.rows) if summary else table.rows
     if format == "md":
         return _markdown(table, rows, summary)
     if format == "csv":
@@ -156,6 +160,20 @@ def write_tables(folder: Path) -> Table:
     for format in FORMATS:
         write_atomic(folder / f"table.{format}", render(table, format))
     return table
+
+
+def _headlines(rows: Sequence[Line]) -> list[Line]:
+    """The first pooled row of every metric, which probes put first because it is the one to read, and its rule forms."""
+    seen: set[tuple[str, str]] = set()
+    kept: list[Line] = []
+    for row in rows:
+        key = (row["experiment"], row["metric"])
+        first = key not in seen
+        by_form = set(row["params"]) == {"form"} and str(row["metric"]).endswith("_recovery")
+        if not _in_pooled(row, rows) and (first or by_form):
+            seen.add(key)
+            kept.append(row)
+    return kept
 
 
 def _in_pooled(row: Line, rows: Sequence[Line]) -> bool:
@@ -241,7 +259,7 @@ def _markdown(table: Table, rows: Sequence[Line], summary: bool) -> str:
         out += ["", f"## {_md(experiment)}", "", padded[0], rule, *padded[1:]]
     notes = footnotes(rows)
     if summary and len(rows) < len(table.rows):
-        notes.append(f"{len(table.rows) - len(rows)} rows of single patch directions are in the full table.")
+        notes.append(f"{len(table.rows) - len(rows)} more rows (single directions, other parameters) are in the full table.")
     return "\n".join([*out, *([""] if notes else []), *(f"{_md(n)}  " for n in notes)]) + "\n"
 
 
