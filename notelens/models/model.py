@@ -112,10 +112,9 @@ class HFNoteModel:
             ) from e
         shared = [*self._hf.parameters(), *self._hf.buffers()]
         twin = copy.deepcopy(self._hf, {id(t): t for t in shared})
-        config = copy.deepcopy(self._hf.config)
-        config.architectures = [type(self._hf).__name__]  # models made in memory name none
+        twin.config.architectures = [type(self._hf).__name__]  # models made in memory name none
         with tempfile.TemporaryDirectory() as folder:
-            config.save_pretrained(folder)
+            twin.config.save_pretrained(folder)
             # boot_transformers edits the tokenizer it is given, so it gets a copy
             tokenizer = copy.deepcopy(self.tokenizer)
             tokenizer.save_pretrained(folder)

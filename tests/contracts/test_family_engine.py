@@ -184,8 +184,8 @@ def test_layers_below_the_band_run_once_and_change_nothing(
     shared = swap_effects(model, caches[0], caches[1:2], sites, reader)
     for handle in handles:
         handle.remove()
-    live = shared.n_readers - 1
-    assert batches == [1, 1, 1] + [1] * low + [live] * (3 - low), "the baseline, then one run of all sites"
+    assert shared.n_readers >= 2
+    assert batches == [1] * low + [shared.n_readers] * (3 - low), "one run of all sites and of the unpatched reader"
     real = engine.run_readers
 
     def unshared(*args: Any, first_layer: int = 0, **options: Any) -> Tensor:
