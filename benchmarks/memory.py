@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 N = 2048
-SITES = {
-    "engine": None,
-    "loop": 2,
-    "native_8": 8,
-    "native_32": 32,
-    "hook_loop": 1,
-    "attribution": None,
-    "prefill": None,
-}
+SITES = {"engine": None, "loop": 2, "native_32": 32, "hook_loop": 1, "attribution": None}
 """Methods measured by ``--out`` and how many sites each runs (all positions where ``None``); more would not add to the peak."""
 
 

@@ -17,8 +17,8 @@ NATIVE: dict[str, int | None] = {f"native_{b}": b for b in BATCHES}
 """One batch of each size per round."""
 FULL: dict[str, int | None] = {"engine": None, "attribution": None}
 STEPS = [
-    *steps("position_map", 128, 7, FULL | NATIVE | {"loop": 16, "hook_loop": 4, "nnsight_loop": 3}),
-    *steps("position_map", 512, 7, FULL | NATIVE | {"loop": 12, "hook_loop": 3, "nnsight_loop": 2}),
+    *steps("position_map", 128, 5, FULL | NATIVE | {"loop": 16, "hook_loop": 3, "nnsight_loop": 2}),
+    *steps("position_map", 512, 5, FULL | NATIVE | {"loop": 12, "hook_loop": 2, "nnsight_loop": 1}),
     *steps("layer_position_map", 512, 3, {"engine": None, "loop": 16, "native_32": 32, "native_64": 64}),
     *steps("position_map", 2048, 3, FULL | NATIVE | {"loop": 12, "hook_loop": 1}),
     *steps("position_map", 8192, 3, FULL | NATIVE | {"engine": 512, "loop": 4}, prefills=2, spread=("engine",)),

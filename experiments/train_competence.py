@@ -117,7 +117,7 @@ def train(
     Args:
         resume: number of the leg to begin with, and the adapter that the leg before it ended with.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # extra `train`
 
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}

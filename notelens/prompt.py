@@ -119,7 +119,7 @@ class Pair:
     new: Prompt
     axis: Axis
     answer_ids: tuple[int, int]
-    meta: Mapping[str, str | int | float] = field(default_factory=dict)
+    meta: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 
     def __post_init__(self) -> None:
         if self.answer_ids[0] == self.answer_ids[1]:
@@ -156,6 +156,5 @@ class Pair:
 
     def reversed(self) -> "Pair":
         """The same pair with old and new exchanged."""
-        return Pair(
-            f"{self.id}~", self.cluster, self.form, self.new, self.old, self.axis, self.answer_ids[::-1], self.meta
-        )
+        first, second = self.answer_ids
+        return Pair(f"{self.id}~", self.cluster, self.form, self.new, self.old, self.axis, (second, first), self.meta)

@@ -124,7 +124,7 @@ class KVCache:
         """SHA-256 over ids, positions and every row; equal digests mean bit-identical caches."""
         h = hashlib.sha256(repr((self.token_ids, self.positions.tolist())).encode())
         for tensor in (*self.keys, *self.values):
-            h.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            h.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return h.hexdigest()
 
     def replace_tensors(

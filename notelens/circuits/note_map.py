@@ -225,6 +225,13 @@ def _layer_map(model: NoteModel, old: Context, new: Context, reader: Reader, fir
     return end.recovery(out)
 
 
+def _spearman(a: Tensor, b: Tensor) -> float:
+    from scipy.stats import rankdata
+
+    ranks = [torch.as_tensor(rankdata(x.numpy())) for x in (a, b)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
 def compare(
     estimate: Float[Tensor, " pos"], exact: Float[Tensor, " pos"], rows: Sequence[int], threshold: float
 ) -> tuple[float | None, tuple[int, ...]]:
@@ -239,11 +246,9 @@ def compare(
         The correlation (``None`` where it is not defined: fewer than three rows, or one side constant), and the rows whose
         exact change is at least ``threshold`` while the estimate is below a tenth of it.
     """
-    from scipy.stats import spearmanr
-
     a, b = estimate[list(rows)], exact[list(rows)]
     constant = len(rows) < 3 or float(a.std()) == 0 or float(b.std()) == 0
-    correlation = None if constant else float(spearmanr(a.numpy(), b.numpy()).statistic)
+    correlation = None if constant else _spearman(a, b)
     missed = [p for p, x, y in zip(rows, a.tolist(), b.tolist(), strict=True) if y >= threshold and x < y / 10]
     return correlation, tuple(missed)
 

@@ -87,7 +87,8 @@ def load(
 
         return wrap(*random_model(name, root), name=f"random:{name}", allow_ungated=allow_ungated, cache_dir=None)
     if name in EMBEDDED:
-        hf, tokenizer = load_embedded(name, competence=competence, dtype=DTYPES[dtype], cache_dir=root)
+        loaded, tokenizer = load_embedded(name, competence=competence, dtype=DTYPES[dtype], cache_dir=root)
+        hf: Any = loaded
         hf.to(device)
         label, revision = (name if competence else f"{name}-bare"), None
     else:
@@ -111,7 +112,7 @@ def _from_transformers(name: str, revision: str | None, dtype: torch.dtype, devi
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         family_for(config)
-        hf = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
+        hf: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     except (OSError, ValueError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
@@ -126,7 +127,7 @@ def family_for(config: Any) -> FamilySpec:
         UnsupportedModelError: no spec knows this ``model_type``; nothing is guessed.
     """
     kind = getattr(config, "model_type", None)
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnsupportedModelError(
             f"model type {kind!r} is not supported; supported: {', '.join(FAMILIES.names())}. Positions, windows and caches "
             "are never guessed: add a FamilySpec in notelens/models/families/"
@@ -202,7 +203,9 @@ def gate_key(model: HFNoteModel, bridge: bool = True) -> str:
     """Hash of everything that a gate report depends on: weights, type, kernel, device, versions, our own sources."""
     package = Path(notelens.__file__).parent
     sources = [hashlib.sha256((package / s).read_bytes()).hexdigest() for s in GATED_SOURCES]
-    config = {k: v for k, v in model.hf.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+    config = {
+        k: v for k, v in model.hf.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"
+    }
     facts = (
         model.weights_hash, json.dumps(config, sort_keys=True, default=str), str(model.dtype), model.attention_kernel,
         model.device.type, bridge, library_versions(), sources,

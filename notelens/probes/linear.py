@@ -172,7 +172,9 @@ class ReadOut:
                     continue
                 readout = make_readout(self.alpha * features.shape[1])
                 scores = readout.fit(features[train], self._targets[train]).predict(features[test])
-                self.converged &= readout.steps[-1][1].n_iter_ is None  # a closed form, no iterations that could stop early
+                self.converged &= (
+                    readout.steps[-1][1].n_iter_ is None
+                )  # a closed form, no iterations that could stop early
                 for name, (kept, _) in plan.items():
                     label = self.labels[name]
                     mine = [self._column[name, label.truth[test[at]]] for at in kept]

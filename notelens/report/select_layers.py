@@ -107,12 +107,12 @@ def _shuffled(rows: Sequence[Line]) -> Curve | None:
         return None
     accuracies: list[Floats] = []
     for values in by_anchor.values():
-        hits = np.sum([v["shuffled_correct"] for v in values], axis=0, dtype=np.float64)  # [shuffle, layer]
-        trials = np.sum([v["shuffled_total"] for v in values], axis=0, dtype=np.float64)
+        hits = np.asarray([v["shuffled_correct"] for v in values], dtype=np.float64).sum(axis=0)  # [shuffle, layer]
+        trials = np.asarray([v["shuffled_total"] for v in values], dtype=np.float64).sum(axis=0)
         accuracies.append(hits / trials[:, None])
     every = np.concatenate(accuracies)
-    columns = [tuple(map(float, c)) for c in (every.mean(axis=0), every.min(axis=0), every.max(axis=0))]
-    return Curve("shuffled", "random", tuple(map(float, range(every.shape[1]))), *columns)
+    mean, low, high = (tuple(map(float, c)) for c in (every.mean(axis=0), every.min(axis=0), every.max(axis=0)))
+    return Curve("shuffled", "random", tuple(map(float, range(every.shape[1]))), mean, low, high)
 
 
 def _commitment(pairs: Sequence[Line], n_layers: int) -> Curve | None:

@@ -78,7 +78,8 @@ def style() -> Iterator[None]:
     """Settings under which figures are drawn and saved; the caller's come back afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC)
+        for key, value in _RC.items():
+            matplotlib.rcParams[key] = value  # pyright: ignore[reportArgumentType]  # keys are rc names
         yield
 
 

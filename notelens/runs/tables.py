@@ -259,7 +259,9 @@ def _markdown(table: Table, rows: Sequence[Line], summary: bool) -> str:
         out += ["", f"## {_md(experiment)}", "", padded[0], rule, *padded[1:]]
     notes = footnotes(rows)
     if summary and len(rows) < len(table.rows):
-        notes.append(f"{len(table.rows) - len(rows)} more rows (single directions, other parameters) are in the full table.")
+        notes.append(
+            f"{len(table.rows) - len(rows)} more rows (single directions, other parameters) are in the full table."
+        )
     return "\n".join([*out, *([""] if notes else []), *(f"{_md(n)}  " for n in notes)]) + "\n"
 
 

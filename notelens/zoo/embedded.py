@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from notelens.errors import MissingPackageError, UnsupportedModelError
 
@@ -112,7 +112,7 @@ def load_embedded(
         if cache_dir is None:
             cache_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = _converted(spec, cache_dir)
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="sdpa")
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
         if competence:
             if spec.adapter_path is None or not spec.adapter_path.is_file():
@@ -152,7 +152,7 @@ def _converted(spec: EmbeddedSpec, cache_dir: Path) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(f"model {spec.name!r} is stored as GGUF; install the reader with: pip install gguf")
     logger.info("converting %s once (about 20 s)", spec.filename)
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     del model.config.quantization_config  # the tensors are dequantised; the entry would stop save_pretrained
     target.parent.mkdir(parents=True, exist_ok=True)
