@@ -78,8 +78,8 @@ def _strip(records: Records, title: str) -> Figure | None:
 FIGURES: Mapping[str, FigureSpec] = {
     "recovery": FigureSpec("Recovery by patched rows", tuple(name for name, _, _ in MEASURES), _recovery),
     "topk": FigureSpec("Recovery by number of patched positions", ("specificity",), _topk),
-    "layers": FigureSpec("Written before it is read", ("timing",), _layers),
-    "strip": FigureSpec("Where the notes are", ("specificity",), _strip),
+    "layers": FigureSpec("Conclusion and commitment by layer", ("timing",), _layers),
+    "strip": FigureSpec("Effect of every single position", ("specificity",), _strip),
 }
 
 

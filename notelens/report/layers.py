@@ -54,7 +54,7 @@ class Panel:
 
 
 def draw_layers(
-    panels: Sequence[Panel], n_layers: int, title: str = "Written before it is read", subtitle: str = ""
+    panels: Sequence[Panel], n_layers: int, title: str = "Conclusion and commitment by layer", subtitle: str = ""
 ) -> Figure:
     """Small multiples: a column per set of forms, a row per label and grouping, one legend.
 

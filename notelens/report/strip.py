@@ -70,7 +70,7 @@ class _Box:
 
 def draw_strips(
     strips: Sequence[Strip],
-    title: str = "Where the notes are",
+    title: str = "Effect of every single position",
     subtitle: str = "",
     reason: str = "",
     unit: str = "recovery when only this position is patched",
