@@ -81,10 +81,15 @@ class Workbench:
         return {"rank_correlation": float(spearmanr(*zip(*pairs, strict=True)).statistic), "compared": len(pairs)}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--dry-run``: a small random model of the same architecture; right code paths, meaningless numbers."""
+    parser.addoption("--dry-run", action="store_true", help="measure a small random model")
+
+
 @pytest.fixture(scope="session")
-def workbench() -> Iterator[Workbench]:
+def workbench(request: pytest.FixtureRequest) -> Iterator[Workbench]:
     """The model, with every method run once on a short prompt so that no step pays for a first call."""
-    bench = Workbench(notelens.load(MODEL, competence=False))
+    bench = Workbench(notelens.load(MODEL, competence=False, dry_run=bool(request.config.getoption("--dry-run"))))
     warm = bench.prepared(WARM_UP_TOKENS)
     for name in filter(available, METHODS):
         set_up(name, warm)
@@ -101,7 +106,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        model=MODEL,
+        model=f"{MODEL} (small, random)" if config.getoption("--dry-run") else f"{MODEL} without adapter",
         dtype="float32",
         versions=library_versions(),
     )

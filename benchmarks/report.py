@@ -1,8 +1,6 @@
 """Timings and peaks to ``results.json`` and ``results.md``: ``python -m benchmarks.report runs/bench``.
 
-A ratio compares two methods timed in the same round: time per patch of the other method over time per patch of the engine, so
-above 1 the engine is faster. Values are medians over rounds with their quartiles. ``results.json`` is a flat list; rows of
-benchmarks that are not made here stay in it.
+``results.json`` is a flat list of rows; rows of benchmarks that are not made here stay in it.
 """
 
 import argparse
@@ -28,6 +26,13 @@ NAMES = {
     "nnsight_loop": "(d) nnsight trace, full forward",
     "attribution": "(e) AtP (an estimate), whole map",
 }
+INTRODUCTION = """# Benchmarks
+
+Made by `make bench`; the numbers are those of `results.json`. A ratio compares two methods timed in the same round: time per
+patch of the other method over time per patch of the engine, so above 1 the engine is faster. Values are medians over rounds
+with their quartiles in brackets. An error is the largest absolute difference of a margin between the engine and copied caches,
+in logits; its brackets hold the quartiles of the largest difference of each round or prompt."""
+SHARED = "\n\n**The machine was busy with other work during this run; absolute times and close ratios are not to be trusted.**"
 RATIOS = {
     "loop": "ratio_to_loop",
     "native": "ratio_to_native_batch",
@@ -226,8 +231,7 @@ def markdown(rows: Sequence[Row], timings: Mapping[str, Any]) -> str:
     peaks |= {"model_mib": "the weights alone", "cache_mib": "one cache"}
     machine, load = timings["machine_info"], [i["load"] for i in info if "load" in i]
     sections = [
-        "# Benchmarks\n\nMade by `make bench`; the numbers are those of `results.json`. "
-        + (__doc__ or "").split("\n\n")[1],
+        INTRODUCTION + (SHARED if np.median(load) > machine["threads"] + 1 else ""),
         "## Bars\n\n" + _table(["what", "bar", "median [quartiles]", ""], _bar_lines(find)),
         "## Position map: milliseconds per patch\n\n" + _table(head, columns("ms_per_patch_", "position_map", NAMES)),
         "## Position map: ratios and errors\n\n" + _table(head, columns("", "position_map", metrics)),
@@ -247,7 +251,7 @@ def markdown(rows: Sequence[Row], timings: Mapping[str, Any]) -> str:
     facts = [
         ("processor", machine["cpu"]),
         ("cores / threads used", f"{machine['cores']} / {machine['threads']} ({machine['capability']})"),
-        ("model", f"{machine['model']} without adapter, {machine['dtype']}"),
+        ("model", f"{machine['model']}, {machine['dtype']}"),
         *((name, version) for name, version in machine["versions"].items()),
         ("load average during the run", f"median {np.median(load):.1f}, largest {max(load):.1f}"),
         ("when", timings["datetime"][:16]),

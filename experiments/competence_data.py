@@ -12,7 +12,7 @@ from notelens.spans import encode
 from notelens.tasks.base import Cell
 from notelens.tasks.gated import GatedDecisions
 from notelens.tasks.render import Draw, Mode, Order
-from notelens.tasks.scenarios import FORMS
+from notelens.tasks.scenarios import FORMS, load_families
 
 BATCH = 8
 KINDS: dict[str, float] = {"direct": 0.50, "chain": 0.20, "update": 0.18, "update_chain": 0.12}
@@ -36,6 +36,9 @@ class Phase:
         short: share of prompts with only two filler lines.
         plain: share of direct prompts without the chat template.
         long: share of batches with prompts of about LONG_TOKENS tokens.
+        families: how many of the training families are drawn from.
+        wordings: how many wordings of a rule are drawn from.
+        pairs: whether a batch is four minimal pairs; otherwise eight prompts drawn apart from each other.
     """
 
     share: float
@@ -45,9 +48,14 @@ class Phase:
     short: float
     plain: float
     long: float
+    pairs: bool
+    families: int = 15
+    wordings: int = 3
 
 
-EVERYTHING = {"two_clause": 0.1, "swapped": 0.2, "polarity": 0.3, "negated": 0.4}
+EASY = {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}
+EVERYTHING = {"two_clause": 0.15, "swapped": 0.2, "polarity": 0.35, "negated": 0.3}
+MOSTLY_DIRECT = {"direct": 0.6, "chain": 0.15, "update": 0.15, "update_chain": 0.1}
 
 
 @dataclass(frozen=True)
@@ -66,18 +74,16 @@ class Leg:
 
 
 LEGS = (
+    Leg(65, 120, (Phase(1.0, {"direct": 1.0}, EASY, 1.0, 0.5, 0.0, 0.0, False, 6, 1),)),
     Leg(
-        200,
-        260,
+        240,
+        240,
         (
-            Phase(0.35, {"direct": 1.0}, {"two_clause": 0.4, "swapped": 0.1, "polarity": 0.5}, 1.0, 1.0, 0.0, 0.0),
-            Phase(0.65, KINDS, EVERYTHING, 0.5, 0.6, 0.1, 0.05),
+            Phase(0.25, MOSTLY_DIRECT, EVERYTHING, 0.75, 0.7, 0.0, 0.0, False),
+            Phase(0.75, KINDS, EVERYTHING, 0.55, 0.6, 0.05, 0.03, False),
         ),
     ),
-    Leg(240, 240, (Phase(1.0, KINDS, EVERYTHING, 0.55, 0.7, 0.05, 0.03),)),
 )
-"""One falling schedule over 260 steps ended with the field-first forms learnt and the others at chance (measured), so the
-second leg warms up again. Between legs the adapter is rounded to float16, as it is saved, so that a leg can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def training_batches(tokenizer: Any, seed: int, leg: Leg) -> list[list[Example]]
     gradient, and no answer has a prior.
     """
     rng = random.Random(f"{seed}/mix")
-    streams: dict[tuple[str, str, str, int | None], tuple[GatedDecisions, Iterator[Draw]]] = {}
+    streams: dict[tuple[str, str, str, int | None, int], tuple[GatedDecisions, Iterator[Draw]]] = {}
     batches: list[list[Example]] = []
     for number, phase in enumerate(leg.phases):
         last = number == len(leg.phases) - 1
@@ -159,22 +165,27 @@ def training_batches(tokenizer: Any, seed: int, leg: Leg) -> list[list[Example]]
             length = LONG_TOKENS if rng.random() < phase.long else None
             chains = "chain" in phase.kinds and rng.random() < phase.kinds["chain"] + phase.kinds["update_chain"]
             kinds = {k: w for k, w in phase.kinds.items() if k.endswith("chain") == chains}  # alike in length
-            for _ in range(BATCH // 2):
+            while len(batch) < BATCH:
                 kind = rng.choices(list(kinds), list(kinds.values()))[0]
                 form = rng.choices(list(phase.forms), list(phase.forms.values()))[0]
                 order = "value_first" if rng.random() < phase.value_first else "rule_first"
                 rendering = "plain" if kind == "direct" and rng.random() < phase.plain else "chat"
-                key = (form, order, rendering, length)
+                key = (form, order, rendering, length, phase.families)
                 if key not in streams:
-                    task = GatedDecisions(split="train", forms=[form], order=order, rendering=rendering, length=length)
+                    names = [f.name for f in load_families() if f.split == "train"][: phase.families]
+                    task = GatedDecisions(
+                        split="train", families=names, forms=[form], order=order, rendering=rendering, length=length
+                    )
                     streams[key] = (task, draw_stream(tokenizer, task, seed))
                 task, stream = streams[key]
                 draw = next(stream)
+                if draw.template not in draw.family.rules[form][: phase.wordings]:
+                    draw = replace(draw, template=rng.choice(draw.family.rules[form][: phase.wordings]))
                 if length is None and rng.random() < phase.short:
                     draw = replace(draw, filler=draw.filler[:2], between=1)
                 along_trigger = form != "two_clause" and kind in ("direct", "chain") and rng.random() < 0.35
                 fixed = rng.randrange(2) if form != "two_clause" else 0
-                for i in (0, 1):
+                for i in (0, 1) if phase.pairs else (rng.randrange(2),):
                     cell = (fixed, i) if along_trigger else (i, fixed)
                     batch.append(make_example(tokenizer, task, draw, kind, cell, rng))
             batches.append(batch)

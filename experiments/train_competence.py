@@ -167,7 +167,7 @@ def run_leg(
 ) -> None:
     """Optimise over ``batches``, logging loss and held-out accuracy; changes the adapter in ``peft_model``."""
     inner = peft_model.get_base_model()
-    watch = heldout_examples(tokenizer, seed, 3, ("value_first", "rule_first"))
+    watch = heldout_examples(tokenizer, seed, 2, ("value_first", "rule_first"))
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
     steps = leg.schedule

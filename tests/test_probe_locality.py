@@ -139,8 +139,8 @@ def test_patches_that_never_reach_the_model_are_an_error(monkeypatch: pytest.Mon
 def test_a_pair_with_itself_reversed_gives_the_other_direction() -> None:
     model, _, instances = case("llama")
     pair, store = instances[0].pair("field"), ContextStore(model)
-    forward = swap_pair(store, pair, locality_sites(pair), "noising")
-    backward = swap_pair(store, pair.reversed(), locality_sites(pair), "denoising")
+    forward = swap_pair(store, pair, locality_sites(pair))["noising"]
+    backward = swap_pair(store, pair.reversed(), locality_sites(pair))["denoising"]
     assert [r.patched for r in forward.recoveries] == pytest.approx([r.patched for r in backward.recoveries], abs=1e-5)
 
 

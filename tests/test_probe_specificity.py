@@ -11,7 +11,7 @@ from notelens.context import ContextStore
 from notelens.errors import InputError, PatchError
 from notelens.probes import specificity as module
 from notelens.probes.aggregators import repeats, runs, slots, token_class
-from notelens.probes.base import DIRECTIONS, ProbeResult, Row, Swapped, swap_pair
+from notelens.probes.base import DIRECTIONS, Direction, ProbeResult, Row, Swapped
 from notelens.probes.ranking import halves, random_draws, ranked, split_rankings
 from notelens.probes.specificity import KS, Specificity
 from notelens.readout import Recovery
@@ -254,10 +254,9 @@ def test_few_draws_are_refused() -> None:
 
 
 def test_a_map_of_zeros_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def idle(store: Any, pair: Any, sites: Any, direction: Any) -> Swapped:
-        true = swap_pair(store, pair, [], direction)
-        still = Recovery(true.recipient, true.donor, true.recipient)
-        return Swapped(direction, true.recipient, true.donor, None, (still,) * len(sites))
+    def idle(store: Any, pair: Any, sites: Any) -> dict[Direction, Swapped]:
+        still = Recovery(-1.0, 1.0, -1.0)
+        return {d: Swapped(d, -1.0, 1.0, None, (still,) * len(sites)) for d in DIRECTIONS}
 
     monkeypatch.setattr(module, "swap_pair", idle)
     with pytest.raises(PatchError, match="did not reach"):

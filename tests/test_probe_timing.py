@@ -294,6 +294,15 @@ def test_the_table_comes_from_rows(result: ProbeResult) -> None:
     json.dumps([r.as_json() for r in read], allow_nan=False)
 
 
+def test_families_whose_words_vary_say_so(result: ProbeResult) -> None:
+    assert value(result, "answer_pairs", form="swapped") == 1.0
+    groups = [tiny_instance("swapped", index=i) for i in range(3)]
+    varied = [groups[0], *(replace(i, answers=i.answers[::-1]) for i in groups[1:])]
+    probe = Timing(form_sets=("swapped",), groupings=(HELD_OUT,), **FEW)
+    found = run(probe, instances=varied)
+    assert value(found, "answer_pairs", form="swapped") == 2.0
+
+
 # --- other models, refusals -------------------------------------------------------------------------------------------
 
 

@@ -471,9 +471,17 @@ def test_chain_states_value_and_clause_then_answers(words: Any, form: str) -> No
 def test_chain_of_a_negated_rule_word_for_word(words: Any) -> None:
     _, draw = one_draw(words, "negated")
     (v0, v1), (p, q) = draw.values, draw.actions
-    assert chain_text(draw, v0, 0) == (
-        f"The badge color is {v0}. The rule asks for not {v0}, which fails, so otherwise {q}. Answer: {q}"
-    )
-    assert chain_text(draw, v1, 0) == (
-        f"The badge color is {v1}. The rule asks for not {v0}, which holds, so {p}. Answer: {p}"
-    )
+    assert chain_text(draw, v0, 0) == f"The badge color is {v0}. By the rule that means {q}. Answer: {q}"
+    assert chain_text(draw, v1, 0) == f"The badge color is {v1}. By the rule that means {p}. Answer: {p}"
+
+
+def test_fixed_words_vary_the_filler_only(words: Any) -> None:
+    task = GatedDecisions(families=["badge_color", "room_state"], forms=["swapped"], fixed_words=True)
+    found = task.draws(words, 10, 0)
+    for family in ("badge_color", "room_state"):
+        mine = [d for d in found if d.family.name == family]
+        assert len({(d.values, d.actions, d.restrictive) for d in mine}) == 1
+        assert len({d.filler for d in mine}) == len(mine) == 5
+    free = GatedDecisions(families=["badge_color", "room_state"], forms=["swapped"]).draws(words, 10, 0)
+    assert [d.filler for d in free] == [d.filler for d in found], "the other draws stay as they are"
+    assert len({(d.values, d.actions) for d in free if d.family.name == "badge_color"}) > 1

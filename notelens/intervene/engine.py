@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from notelens.cache.kv import KVCache
@@ -163,7 +163,7 @@ def swap_effects(
     """
     readers = [reader] if isinstance(reader, Reader) else list(reader)
     _check(model, recipient, donors, sites, readers, mode, prefix)
-    changed = [_changed_rows(recipient, d) for d in donors]
+    changed = [_Changed(recipient, d) for d in donors]
     live = [entry for i, site in enumerate(sites) if (entry := _live(i, site, recipient, changed, readers, mode))]
     # the unpatched readers run in the same batches; they share every layer with the others, so they ask for the last one
     last = recipient.n_layers - 1
@@ -172,9 +172,10 @@ def swap_effects(
     live.sort(key=lambda e: (e.start, len(e.ids), e.low, e.site.reader))
     out = torch.empty(len(sites) + len(readers), len(readers[0].answer_ids))
     n_tokens = 0
+    buffers: dict[str, Tensor] = {}  # for the largest chunk; later ones find it there
     with torch.no_grad(), engine_attention(model):
         for part in _chunks(model, live, budget_bytes, max_chunk):
-            out[[e.index for e in part]] = _run(model, recipient, donors, part, readers)
+            out[[e.index for e in part]] = _run(model, recipient, donors, part, readers, buffers)
             n_tokens += sum(len(e.ids) for e in part)
     base = out[len(sites) :].clone()
     done = {e.index for e in live}
@@ -245,27 +246,35 @@ def _check(
             raise PatchError("in-forward swaps replace whole rows; leave kv_heads and parts at their defaults")
 
 
-def _changed_rows(recipient: KVCache, donor: KVCache) -> Tensor:
-    """Which rows differ at all, per part, layer and key-value head: ``[2, layer, kv_head, pos]`` bool on the CPU."""
-    return torch.stack(
-        [
-            torch.stack([(a != b).any(-1) for a, b in zip(x, y, strict=True)])
-            for x, y in ((recipient.keys, donor.keys), (recipient.values, donor.values))
-        ]
-    ).cpu()
+class _Changed:
+    """Which rows of a donor differ from the recipient's at all."""
+
+    def __init__(self, recipient: KVCache, donor: KVCache) -> None:
+        parts = ((recipient.keys, donor.keys), (recipient.values, donor.values))
+        found = [torch.stack([(a != b).any(-1) for a, b in zip(x, y, strict=True)]) for x, y in parts]
+        self._rows: Bool[Tensor, "part layer kv_head pos"] = torch.stack(found).cpu()
+        self._known: dict[tuple[object, ...], list[bool]] = {}
+
+    def at(self, site: Site) -> list[bool]:
+        """Per position, whether a row differs in the layers, heads and parts of a site (thousands of sites share them)."""
+        key = (site.parts, site.layers, site.kv_heads)
+        if key not in self._known:
+            which = [i for i, part in enumerate("kv") if part in site.parts]
+            rows = self._rows[which, slice(*(site.layers or (None, None)))].any(0).any(0)
+            rows = rows if site.kv_heads is None else rows[list(site.kv_heads)]
+            self._known[key] = rows.any(0).tolist()
+        return self._known[key]
 
 
 def _live(
-    index: int, site: Site, recipient: KVCache, changed: Sequence[Tensor], readers: Sequence[Reader], mode: Mode
+    index: int, site: Site, recipient: KVCache, changed: Sequence[_Changed], readers: Sequence[Reader], mode: Mode
 ) -> _Live | None:
     """What has to be run for a site; ``None`` where its rows equal the recipient's."""
     if not site.positions:
         return None
-    low, high = site.layers or (0, recipient.n_layers)
-    which = [i for i, part in enumerate("kv") if part in site.parts]
-    moved = changed[site.donor][which, low:high].any(0).any(0)
-    moved = (moved if site.kv_heads is None else moved[list(site.kv_heads)]).any(0)
-    rows = tuple(p for p in sorted(set(site.positions)) if bool(moved[p]))
+    low = site.layers[0] if site.layers is not None else 0
+    moved = changed[site.donor].at(site)
+    rows = tuple(p for p in sorted(set(site.positions)) if moved[p])
     if not rows:
         return None
     reader = readers[site.reader]
@@ -296,9 +305,14 @@ def _chunks(model: NoteModel, live: Sequence[_Live], budget_bytes: int, max_chun
 
 
 def _run(
-    model: NoteModel, recipient: KVCache, donors: Sequence[KVCache], part: Sequence[_Live], readers: Sequence[Reader]
+    model: NoteModel,
+    recipient: KVCache,
+    donors: Sequence[KVCache],
+    part: Sequence[_Live],
+    readers: Sequence[Reader],
+    buffers: dict[str, Tensor],
 ) -> Tensor:
-    """Answer logits ``[entry, answer]`` of one chunk."""
+    """Answer logits ``[entry, answer]`` of one chunk; ``buffers`` is memory that chunks share."""
     device, n_layers, n_kv = recipient.device, model.geometry.n_layers, recipient.keys[0].shape[0]
     first = part[0]
     begin = int(recipient.positions[first.start - 1]) + 1 if first.start else int(recipient.positions[0])
@@ -323,7 +337,7 @@ def _run(
             use_v=column(["v" in site.parts for _, _, site in pairs]),
             heads=column(heads),
         )
-    batch = Batch(recipient, first.start, positions, donors=donors, rows=rows)
+    batch = Batch(recipient, first.start, positions, donors=donors, rows=rows, buffers=buffers)
     same = all(e.ids == first.ids for e in part)
     ids = torch.tensor([first.ids] if same else [e.ids for e in part], device=device)
     hidden = run_readers(model, batch, ids, n_readers=len(part), first_layer=min(e.low for e in part) if same else 0)

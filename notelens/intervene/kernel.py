@@ -11,6 +11,7 @@ The function is registered with transformers' attention interface. It reads its 
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,8 @@ class Batch:
         rows: patched rows.
         heads: patched head outputs.
         record: keep head outputs and attention of the last token of reader 0.
+        buffers: memory for scores and probabilities. They are the largest tensors here, and fresh pages for them in every
+            layer cost as much time as the arithmetic; batches run one after the other may share one dictionary.
     """
 
     base: KVCache
@@ -104,6 +107,7 @@ class Batch:
     rows: RowPatches | None = None
     heads: HeadPatches | None = None
     record: bool = False
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     windows: tuple[int | None, ...] = ()
     calls: list[int] = field(default_factory=list)
     recorded_heads: dict[int, Float[Tensor, "head d_value"]] = field(default_factory=dict)
@@ -135,7 +139,8 @@ class Batch:
         grouped = (query * scaling).reshape(n_readers, n_kv, per_kv, d_key).transpose(0, 1)
         # own columns are appended as empty keys, so that one buffer holds all scores and one softmax normalises it
         padded = torch.cat([base_k, base_k.new_zeros(n_kv, n_query, d_key)], dim=1)
-        scores = torch.bmm(grouped.reshape(n_kv, n_readers * per_kv, d_key), padded.transpose(1, 2))
+        scores = self._buffer("scores", (n_kv, n_readers * per_kv, n_base + n_query), grouped)
+        torch.bmm(grouped.reshape(n_kv, n_readers * per_kv, d_key), padded.transpose(1, 2), out=scores)
         scores = scores.view(n_kv, n_readers, per_kv, n_base + n_query)
         scores[..., n_base:] = torch.einsum("hbgd,bhrd->hbgr", grouped, key)
         new_v: Tensor | None = None
@@ -149,7 +154,7 @@ class Batch:
         if sinks is not None:
             sink = sinks.to(scores).view(n_kv, 1, -1, 1).expand(-1, n_readers, -1, n_query)
             scores = torch.cat([scores, sink.reshape(n_kv, n_readers, per_kv, 1)], dim=-1)
-        probs = torch.softmax(scores, dim=-1).to(base_v.dtype)
+        probs = torch.softmax(scores, dim=-1, out=self._buffer("probs", scores.shape, scores)).to(base_v.dtype)
         on_base = probs[..., :n_base]
         if n_base:
             out = torch.bmm(on_base.reshape(n_kv, n_readers * per_kv, n_base), base_v)
@@ -172,6 +177,13 @@ class Batch:
                 head = self.heads.head[chosen]
                 out[self.heads.reader[chosen], head, -1] = self.heads.donor[layer, head].to(out.dtype)
         return out
+
+    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Uninitialised memory, the same for all layers (and for all batches that share ``buffers``)."""
+        size, found = math.prod(shape), self.buffers.get(name)
+        if found is None or found.numel() < size or (found.dtype, found.device) != (like.dtype, like.device):
+            self.buffers[name] = found = like.new_empty(size)
+        return found[:size].view(shape)
 
     def _patch_own(self, patches: RowPatches, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Own rows with patched ones in place (in-forward swaps)."""

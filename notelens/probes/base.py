@@ -25,11 +25,11 @@ from notelens.probes.swaps import (
     ends,
     field_and_downstream,
     margins,
+    opposite,
     pair_meta,
     pairs_along,
     site_values,
     swap_pair,
-    unpatched,
 )
 from notelens.tasks.base import Instance
 
@@ -54,13 +54,14 @@ __all__ = [
     "field_and_downstream",
     "margins",
     "mean_lines",
+    "nothing_measured",
+    "opposite",
     "pair_meta",
     "pairs_along",
     "rate_lines",
     "rounded",
     "site_values",
     "swap_pair",
-    "unpatched",
 ]
 
 
@@ -121,11 +122,18 @@ class Probe(ABC):
                 rows.extend(self.measure(store, item))
                 if on_item is not None:
                     on_item(item, done, len(items))
-        if rows and all(row.excluded is not None for row in rows):
-            reasons = Counter(row.excluded for row in rows)
-            raise CompetenceError(
-                f"{self.name}: none of {len(rows)} rows could be measured "
-                f"({', '.join(f'{k}: {v}' for k, v in sorted(reasons.items(), key=str))}); "
-                "where the model does not decide the task, a probe says nothing about it"
-            )
+        if (why := nothing_measured(self.name, rows)) is not None:
+            raise CompetenceError(why)
         return ProbeResult(self.name, tuple(rows), tuple(self.aggregate(rows, seed=seed)))
+
+
+def nothing_measured(name: str, rows: Sequence[Row]) -> str | None:
+    """The sentence of a :class:`CompetenceError` where every row was excluded, else ``None``."""
+    reasons = Counter(str(row.excluded) for row in rows if row.excluded is not None)
+    if not rows or sum(reasons.values()) < len(rows):
+        return None
+    return (
+        f"{name}: none of {len(rows)} rows could be measured "
+        f"({', '.join(f'{reason}: {n}' for reason, n in sorted(reasons.items()))}); the model does not decide this "
+        "task, so the probe says nothing about it"
+    )

@@ -22,7 +22,7 @@ notes that contradict *everything* visible, and the dose:
 ``follow_rate``: the patched decision is the donor's; ``flip_rate``: it also was the recipient's before. Over rows whose
 both ends are right they agree; ``{"rows": "all"}`` counts following over every row, right or not.
 
-Cost for each pair: 4 prefills and about 2 x (positions + 25) one-token readers.
+Cost for each pair: 4 prefills and about 2 x (positions + 26) one-token readers.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,6 @@ from dataclasses import replace
 from notelens.context import ContextStore
 from notelens.intervene.engine import Site
 from notelens.probes.base import (
-    DIRECTIONS,
     Aggregate,
     Item,
     Json,
@@ -46,14 +45,14 @@ from notelens.probes.base import (
     field_and_downstream,
     margins,
     mean_lines,
+    opposite,
     pair_meta,
     pairs_along,
     rate_lines,
     rounded,
     swap_pair,
-    unpatched,
 )
-from notelens.probes.ranking import check_ks, opposite, ranked
+from notelens.probes.ranking import check_ks, ranked
 from notelens.prompt import Pair, Prompt
 from notelens.readout import Recovery, exclusion
 from notelens.tasks.base import Instance
@@ -94,7 +93,7 @@ class Injection(Probe):
         _, downstream = field_and_downstream(pair)
         behind_rule = tuple(p for p in downstream if p > _rule_end(pair))
         sites = [Site(downstream), Site(behind_rule), *(Site((p,)) for p in downstream)]
-        found = {d: swap_pair(store, pair, sites, d) for d in DIRECTIONS}
+        found = swap_pair(store, pair, sites)
         rows: list[Row] = []
         for direction, swapped in found.items():
             whole, behind, *_ = swapped.recoveries
@@ -126,7 +125,8 @@ class Injection(Probe):
             same = instance.conclusion.get(cell) == instance.conclusion[f, r]
             if cell in instance.cells and same == (name == "same_conclusion"):
                 grid[name] = instance.cells[cell]
-                sites.append(Site(tuple(positions), donor=len(donors)))
+                every = tuple(range(oriented.old.decision))  # the donor itself, whose margin is needed too
+                sites += [Site(tuple(positions), donor=len(donors)), Site(every, donor=len(donors))]
                 donors.append(store.get(grid[name]).cache)
         _, patched = margins(store, store.get(live), donors, sites, oriented.answer_ids)
         values: dict[str, Json] = {"doses": list(self.doses)}
@@ -136,11 +136,12 @@ class Injection(Probe):
             mine = [Recovery(swapped.recipient, swapped.donor, m) for m in block]
             values[f"{name}_recovery"] = [round(r.value, 6) if f else None for r, f in zip(mine, fits, strict=True)]
             values[f"{name}_followed"] = [_follows(r) if f else None for r, f in zip(mine, fits, strict=True)]
-        last = dict(zip(grid, patched[len(ORDERS) * len(fits) :], strict=True))
+        rest = patched[len(ORDERS) * len(fits) :]
+        last = dict(zip(grid, zip(rest[::2], rest[1::2], strict=True), strict=True))
         for name in ("trigger", "same_conclusion"):
             if name in grid:
-                own = unpatched(store, grid[name], oriented.answer_ids)
-                values |= _donor_values(name, Recovery(swapped.recipient, own, last[name]), swapped)
+                margin, own = last[name]
+                values |= _donor_values(name, Recovery(swapped.recipient, own, margin), swapped)
             else:
                 values[f"{name}_excluded"] = "the form has no second rule"
         return values

@@ -12,7 +12,7 @@ Sites of one pair along the field axis (the decision token itself is the reader 
 * ``full``: both. The rows in front of the field have seen the same tokens on both sides, so this is the donor's cache
   and recovery must be 1 up to rounding; ``identity_rate`` says for how many rows it is (quantised caches fail here).
 
-Cost for each pair: 2 prefills and 10 one-token readers.
+Cost for each pair: 2 prefills and 8 one-token readers.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from notelens.context import ContextStore
 from notelens.intervene.engine import Site
 from notelens.probes.base import (
-    DIRECTIONS,
     Aggregate,
     Item,
     Probe,
@@ -82,8 +81,7 @@ class Locality(Probe):
         """
         instance, pair = item.payload
         rows: list[Row] = []
-        for direction in DIRECTIONS:
-            swapped = swap_pair(store, pair, locality_sites(pair), direction)
+        for direction, swapped in swap_pair(store, pair, locality_sites(pair)).items():
             check_fired(swapped, f"locality {pair.id}")
             values = end_values(swapped) | site_values(swapped, SITES)
             if swapped.excluded is None:

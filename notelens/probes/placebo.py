@@ -21,7 +21,7 @@ Cost for each pair: 4 prefills shared with other probes, 4 of the tokens behind 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import slice_rows
@@ -37,6 +37,7 @@ from notelens.probes.base import (
     Json,
     Probe,
     Row,
+    Swapped,
     check_pairs,
     end_values,
     ends,
@@ -44,12 +45,13 @@ from notelens.probes.base import (
     field_and_downstream,
     margins,
     mean_lines,
+    opposite,
     pair_meta,
     pairs_along,
     rate_lines,
-    swap_pair,
 )
-from notelens.prompt import Prompt
+from notelens.prompt import Pair, Prompt
+from notelens.readout import exclusion
 from notelens.tasks.base import Instance
 
 DONORS = ("other_filler", "rerun", "same_conclusion")
@@ -85,25 +87,38 @@ class Placebo(Probe):
 
     def measure(self, store: ContextStore, item: Item) -> list[Row]:
         """One row per direction and donor."""
-        return [row for direction in DIRECTIONS for row in self._rows(store, item, direction)]
-
-    def _rows(self, store: ContextStore, item: Item, direction: Direction) -> list[Row]:
         instance, pair = item.payload
         _, downstream = field_and_downstream(pair)
-        real = swap_pair(store, pair, [], direction)
-        oriented = ends(pair, direction)
+        runs = {d: self._run(store, instance, ends(pair, d), downstream) for d in DIRECTIONS}
+        return [
+            row
+            for direction in DIRECTIONS
+            for row in self._rows(item, direction, runs[direction], donor=-runs[opposite(direction)].recipient)
+        ]
+
+    def _run(self, store: ContextStore, instance: Instance, oriented: Pair, downstream: Sequence[int]) -> "_Run":
+        """One recipient with the notes of every placebo, and with all of its rows (its own decision); one batch."""
         recipient = store.get(oriented.old)
         donors = {name: placebo_donor(store, instance, recipient, name) for name in self.donors}
         caches = [found for found in donors.values() if isinstance(found, KVCache)]
-        sites = [Site(downstream, donor=i) for i in range(len(caches))]
-        patched = iter(margins(store, recipient, caches, sites, oriented.answer_ids)[1])
+        every = tuple(range(oriented.old.decision))
+        sites = [Site(which, donor=i) for i in range(len(caches)) for which in (tuple(downstream), every)]
+        base, patched = margins(store, recipient, caches, sites, oriented.answer_ids)
+        found = iter(zip(patched[::2], patched[1::2], strict=True))
+        return _Run(base, {n: next(found) if isinstance(d, KVCache) else d for n, d in donors.items()})
+
+    @staticmethod
+    def _rows(item: Item, direction: Direction, run: "_Run", *, donor: float) -> list[Row]:
+        instance, pair = item.payload
+        real = Swapped(direction, run.recipient, donor, exclusion(run.recipient, donor), ())
         rows: list[Row] = []
-        for name, found in donors.items():
+        for name, found in run.placebos.items():
             values: dict[str, Json] = end_values(real)
             excluded = real.excluded
-            if isinstance(found, KVCache):
-                own, _ = margins(store, replace(recipient, cache=found), [], [], oriented.answer_ids)
-                margin = next(patched)
+            if isinstance(found, str):
+                excluded = excluded or found
+            else:
+                margin, own = found
                 values["placebo_margin"] = own
                 excluded = excluded or (None if own < 0 else "placebo donor wrong")
                 if excluded is None:
@@ -114,8 +129,6 @@ class Placebo(Probe):
                         "abs_shift": abs(margin - real.recipient),
                         "flipped": margin > 0,
                     }
-            else:
-                excluded = excluded or found
             meta = pair_meta(instance, pair) | {"donor": name}
             rows.append(Row(item.id, item.stage, pair.cluster, direction, excluded, values, meta))
         return rows
@@ -133,6 +146,14 @@ class Placebo(Probe):
         for donor in donors:
             lines += rate_lines(name, by_donor[donor], {"flipped": "flip_rate"}, params={"donor": donor})
         return lines + (ends_lines(name, by_donor[donors[0]], seed=seed) if donors else [])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One recipient: its unpatched margin, and by placebo (margin behind its notes, its own margin) or why there is none."""
+
+    recipient: float
+    placebos: dict[str, tuple[float, float] | str]
 
 
 def placebo_donor(store: ContextStore, instance: Instance, recipient: Context, donor: str) -> KVCache | str:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from notelens.errors import InputError
 from notelens.probes.aggregators import slots
-from notelens.probes.rows import DIRECTIONS, Row
+from notelens.probes.rows import Row
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -32,11 +32,6 @@ def ranked(positions: Sequence[int], effects: Sequence[float]) -> list[int]:
     """Positions by falling effect; equal effects in order of position."""
     order = sorted(zip(positions, effects, strict=True), key=lambda pair: (-pair[1], pair[0]))
     return [position for position, _ in order]
-
-
-def opposite(direction: str) -> str:
-    """The other direction of the same pair."""
-    return DIRECTIONS[1 - DIRECTIONS.index(direction)]  # type: ignore[arg-type]  # rows carry one of the two
 
 
 def halves(groups: Sequence[str]) -> dict[str, int]:

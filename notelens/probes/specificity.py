@@ -37,17 +37,19 @@ from notelens.probes.base import (
     Item,
     Probe,
     Row,
+    Swapped,
     check_fired,
     check_pairs,
     end_values,
     field_and_downstream,
+    opposite,
     pair_meta,
     pairs_along,
     rounded,
     site_values,
     swap_pair,
 )
-from notelens.probes.ranking import KS, check_ks, numbers, opposite, random_draws, ranked, split_rankings
+from notelens.probes.ranking import KS, check_ks, numbers, random_draws, ranked, split_rankings
 from notelens.probes.specificity_lines import specificity_lines
 from notelens.prompt import Pair
 from notelens.tasks.base import Instance
@@ -124,53 +126,65 @@ class Specificity(Probe):
 
     def measure(self, store: ContextStore, item: Item) -> list[Row]:
         """Two rows: denoising and noising."""
-        return [self._map(store, item, d) if item.stage == "map" else self._topk(store, item, d) for d in DIRECTIONS]
+        return self._map(store, item) if item.stage == "map" else self._topk(store, item)
 
-    def _map(self, store: ContextStore, item: Item, direction: Direction) -> Row:
+    def _map(self, store: ContextStore, item: Item) -> list[Row]:
         instance, pair = item.payload
         field, downstream = field_and_downstream(pair)
         singles = [Site((p,)) for p in (*field, *downstream)]
-        swapped = swap_pair(store, pair, [Site(downstream), *singles], direction)
-        check_fired(swapped, f"specificity {pair.id}")
-        values = end_values(swapped) | _token_facts(pair, direction, downstream, instance)
-        values["field_positions"] = list(field)
-        if swapped.excluded is None:
-            values |= site_values(replace(swapped, recoveries=swapped.recoveries[:1]), ["all"])
-            effects = rounded(r.value for r in swapped.recoveries[1:])
-            values |= {"field_effects": effects[: len(field)], "effects": effects[len(field) :]}
-        meta = pair_meta(instance, pair)
-        return Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta)
+        rows: list[Row] = []
+        for direction, swapped in swap_pair(store, pair, [Site(downstream), *singles]).items():
+            check_fired(swapped, f"specificity {pair.id}")
+            values = end_values(swapped) | _token_facts(pair, direction, downstream, instance)
+            values["field_positions"] = list(field)
+            if swapped.excluded is None:
+                values |= site_values(replace(swapped, recoveries=swapped.recoveries[:1]), ["all"])
+                effects = rounded(r.value for r in swapped.recoveries[1:])
+                values |= {"field_effects": effects[: len(field)], "effects": effects[len(field) :]}
+            meta = pair_meta(instance, pair)
+            rows.append(Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta))
+        return rows
 
-    def _topk(self, store: ContextStore, item: Item, direction: Direction) -> Row:
+    def _topk(self, store: ContextStore, item: Item) -> list[Row]:
         instance, pair, rankings = item.payload
         _, downstream = field_and_downstream(pair)
         used = [min(k, len(downstream)) for k in self.ks]
-        plan: list[tuple[str, int, Site]] = []
-        for at, k in enumerate(used):
-            plan += [(name, at, Site(tuple(order[:k]))) for name, order in rankings[direction].items()]
-            draws = self.n_draws if self.ks[at] <= len(downstream) else 1
-            key = f"{self.seed}/{item.id}/{direction}/{self.ks[at]}"
-            plan += [("random", at, Site(draw)) for draw in random_draws(downstream, k, draws, key)]
-        swapped = swap_pair(store, pair, [site for _, _, site in plan], direction)
-        values: dict[str, Any] = end_values(swapped) | {"k": list(self.ks), "k_used": used}
-        if swapped.excluded is None:
-            grouped: dict[str, list[list[int]]] = {}
-            for i, (name, at, _) in enumerate(plan):
-                grouped.setdefault(name, [[] for _ in used])[at].append(i)
-            for name, by_k in grouped.items():
-                found = [[swapped.recoveries[i] for i in indices] for indices in by_k]
-                values[f"{name}_recovery"] = rounded(sum(r.value for r in f) / len(f) for f in found)
-                values[f"{name}_flipped"] = rounded(sum(r.flipped for r in f) / len(f) for f in found)
-                if name == "random":
-                    values["random_range"] = [
-                        rounded((min(r.value for r in f), max(r.value for r in f))) for f in found
-                    ]
-        meta = pair_meta(instance, pair) | {"n_positions": len(downstream)}
-        return Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta)
+        plans: dict[Direction, list[tuple[str, int, Site]]] = {}
+        for direction in DIRECTIONS:
+            plan = plans[direction] = []
+            for at, k in enumerate(used):
+                plan += [(name, at, Site(tuple(order[:k]))) for name, order in rankings[direction].items()]
+                draws = self.n_draws if self.ks[at] <= len(downstream) else 1
+                key = f"{self.seed}/{item.id}/{direction}/{self.ks[at]}"
+                plan += [("random", at, Site(draw)) for draw in random_draws(downstream, k, draws, key)]
+        rows: list[Row] = []
+        sites = {direction: [site for _, _, site in plan] for direction, plan in plans.items()}
+        for direction, swapped in swap_pair(store, pair, sites).items():
+            values: dict[str, Any] = end_values(swapped) | {"k": list(self.ks), "k_used": used}
+            if swapped.excluded is None:
+                values |= _by_k(swapped, plans[direction], len(used))
+            meta = pair_meta(instance, pair) | {"n_positions": len(downstream)}
+            rows.append(Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta))
+        return rows
 
     def aggregate(self, rows: Sequence[Row], *, seed: int = 0) -> list[Aggregate]:
         """Top-k and random-k recovery and flips, shares of token kinds with their base rates."""
         return specificity_lines(self.name, rows, self.ks, RANKINGS, seed=seed)
+
+
+def _by_k(swapped: Swapped, plan: Sequence[tuple[str, int, Site]], n_ks: int) -> dict[str, Any]:
+    """Mean recovery and flip rate of every kind of set, by k, and the range over random draws."""
+    grouped: dict[str, list[list[int]]] = {}
+    for i, (name, at, _) in enumerate(plan):
+        grouped.setdefault(name, [[] for _ in range(n_ks)])[at].append(i)
+    values: dict[str, Any] = {}
+    for name, by_k in grouped.items():
+        found = [[swapped.recoveries[i] for i in indices] for indices in by_k]
+        values[f"{name}_recovery"] = rounded(sum(r.value for r in f) / len(f) for f in found)
+        values[f"{name}_flipped"] = rounded(sum(r.flipped for r in f) / len(f) for f in found)
+        if name == "random":
+            values["random_range"] = [rounded((min(r.value for r in f), max(r.value for r in f))) for f in found]
+    return values
 
 
 def _token_facts(pair: Pair, direction: Direction, downstream: Sequence[int], instance: Instance) -> dict[str, Any]:

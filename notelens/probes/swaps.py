@@ -1,23 +1,19 @@
 """Pairs of prompts, isolated swaps between their caches, and what a row says about them."""
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from notelens.cache.kv import KVCache
 from notelens.context import Context, ContextStore
 from notelens.errors import InputError, PatchError, TaskError
 from notelens.intervene.engine import Reader, Site, swap_effects
-from notelens.probes.rows import Direction, Json
-from notelens.prompt import Axis, Pair, Prompt
+from notelens.probes.rows import DIRECTIONS, Direction, Json
+from notelens.prompt import Axis, Pair
 from notelens.readout import Recovery, exclusion
 from notelens.tasks.base import Instance
 
 NO_EFFECT = 1e-5
 """Share of the gap below which a margin has not moved: what float32 rounding changes between batch sizes."""
-_UNPATCHED: weakref.WeakKeyDictionary[ContextStore, dict[tuple[tuple[int, ...], int, int], float]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,11 @@ class Swapped:
 def ends(pair: Pair, direction: Direction) -> Pair:
     """``pair`` oriented so that ``old`` is the recipient of this direction."""
     return pair if direction == "denoising" else pair.reversed()
+
+
+def opposite(direction: Direction) -> Direction:
+    """The other direction."""
+    return "noising" if direction == "denoising" else "denoising"
 
 
 def pairs_along(
@@ -106,35 +107,35 @@ def margins(
     return float(out.baseline[1] - out.baseline[0]), (out.logits[:, 1] - out.logits[:, 0]).tolist()
 
 
-def unpatched(store: ContextStore, prompt: Prompt, answer_ids: tuple[int, int]) -> float:
-    """Margin of an unpatched prompt, run through the engine like every patched reader, once per store."""
-    low, high = sorted(answer_ids)
-    known = _UNPATCHED.setdefault(store, {})
-    key = (prompt.token_ids, low, high)
-    if key not in known:
-        known[key], _ = margins(store, store.get(prompt), [], [], (low, high))
-    return known[key] if answer_ids == (low, high) else -known[key]
-
-
-def swap_pair(store: ContextStore, pair: Pair, sites: Sequence[Site], direction: Direction) -> Swapped:
-    """Run isolated swaps between the two prompts of a pair.
+def swap_pair(
+    store: ContextStore, pair: Pair, sites: Sequence[Site] | Mapping[Direction, Sequence[Site]]
+) -> dict[Direction, Swapped]:
+    """Run isolated swaps between the two prompts of a pair, in both directions.
 
     ``denoising`` puts rows of ``new`` into the cache of ``old``; ``noising`` the reverse. Margins are
-    logit(donor's answer) - logit(recipient's answer) at the decision position. Both unpatched ends are run through the
-    engine like the patched readers.
+    logit(donor's answer) - logit(recipient's answer) at the decision position. The unpatched reader of each batch is the
+    recipient of its own direction and the donor of the other one.
 
-    Cost: two prefills (shared through the store), one batch of ``len(sites) + 1`` one-token readers, and one reader for
-    each end that this store has not seen yet.
+    Args:
+        store: contexts of the model.
+        pair: the two prompts.
+        sites: what to replace, the same in both directions or by direction.
+
+    Cost: two prefills (shared through the store) and, per direction, one batch of ``len(sites) + 1`` one-token readers.
     """
-    oriented = ends(pair, direction)
-    other = unpatched(store, oriented.new, oriented.answer_ids)
-    patched: list[float] = []
-    if not sites:
-        base = unpatched(store, oriented.old, oriented.answer_ids)
-    else:
-        donor = store.get(oriented.new)
-        base, patched = margins(store, store.get(oriented.old), [donor.cache], sites, oriented.answer_ids)
-    return Swapped(direction, base, other, exclusion(base, other), tuple(Recovery(base, other, m) for m in patched))
+    by_direction = sites if isinstance(sites, Mapping) else dict.fromkeys(DIRECTIONS, sites)
+    runs: dict[Direction, tuple[float, list[float]]] = {}
+    for direction in DIRECTIONS:
+        oriented = ends(pair, direction)
+        donors = [store.get(oriented.new).cache]
+        runs[direction] = margins(store, store.get(oriented.old), donors, by_direction[direction], oriented.answer_ids)
+    found: dict[Direction, Swapped] = {}
+    for direction in DIRECTIONS:
+        base, patched = runs[direction]
+        donor = -runs[opposite(direction)][0]  # towards this direction's donor
+        recoveries = tuple(Recovery(base, donor, m) for m in patched)
+        found[direction] = Swapped(direction, base, donor, exclusion(base, donor), recoveries)
+    return found
 
 
 def check_fired(swapped: Swapped, what: str) -> None:

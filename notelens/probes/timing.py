@@ -21,6 +21,11 @@ and ``polarity+negated`` (both pooled, which makes repetition and conclusion ort
 Groupings: ``held_out_instances`` (folds within a family that never split a filler group) and ``leave_one_family_out``
 (trained on all other families; values differ between families, so the field has no read-out there).
 
+The conclusion is a direction in the residuals of *given* answer words. Where groups of a family use other words, a probe
+must also generalise over words, from few prompts: ``answer_pairs`` (1: fixed words) says so, and above 1 an undefined
+write depth is no evidence that nothing is written. The published design has fixed words, and one trigger whose match
+decides them, so that repetition and conclusion coincide: that confound shows only with fixed words, too.
+
 Cost: one prefill per prompt, then about 5 ms for each layer, anchor, family and fold.
 """
 
@@ -192,6 +197,7 @@ class Timing(Probe):
                 "n_layers": features.shape[2] - 1,
                 "n_prompts": len(samples),
                 "n_groups": len({i.group for i in instances}),
+                "answer_pairs": len({i.answers for i in instances if i.family == family}),
                 "converged": readout.converged,
                 "repetition_agreement": agreement(labels),
             }

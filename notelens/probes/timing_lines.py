@@ -151,13 +151,16 @@ class _Block:
         return int(totals[:, :-1].sum(axis=0).argmax())
 
     def agreement_lines(self, form: str) -> list[Aggregate]:
-        """How far repetition and conclusion coincide in a form set."""
+        """Different answer words per family, and how far repetition and conclusion coincide in a form set."""
+        words = [[cast(float, r.values["answer_pairs"]), 1.0] for r in self.rows if "answer_pairs" in r.values]
+        varied = self._estimate(np.asarray(words).reshape(-1, 2), len(words), lambda t: t[:, 0] / t[:, 1])
+        lines = [_line(self.name, "answer_pairs", {"form": form}, varied, [], "count")]
         kept = [r for r in self.kept if r.values.get("repetition_agreement") is not None]
         if not kept:
-            return []
+            return lines
         pairs = [[cast(float, r.values["repetition_agreement"]), cast(float, r.values["n_prompts"])] for r in kept]
         estimate = self._estimate(np.asarray(pairs), len(kept), lambda t: t[:, 0] / t[:, 1])
-        return [_line(self.name, "repetition_agreement", {"form": form}, estimate, self.rows, "share")]
+        return [*lines, _line(self.name, "repetition_agreement", {"form": form}, estimate, self.rows, "share")]
 
     def _line(
         self, metric: str, estimate: Estimate, unit: str, rows: Sequence[Row] | None = None,

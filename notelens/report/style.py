@@ -6,7 +6,6 @@ Fonts are two that matplotlib ships. Nothing here touches pyplot, so drawing nev
 """
 
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -20,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, fontManager
 from matplotlib.ft2font import FT2Font
 
-from notelens.errors import RecordError
+from notelens.runs.files import make_folder, write_atomic
 
 DPI = 200
 WIDTH = 7.2
@@ -141,27 +140,12 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         RecordError: a file cannot be written; an earlier version of it is intact.
     """
     written: list[Path] = []
+    make_folder(folder)
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
         buffer = io.BytesIO()
         with style():
             figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
         target = folder / f"{name}.{kind}"
-        _replace(target, buffer.getvalue())
+        write_atomic(target, buffer.getvalue())
         written.append(target)
     return written
-
-
-def _replace(target: Path, data: bytes) -> None:
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise RecordError(
-            f"cannot write {target}: {error.strerror or error}; free some space or choose another folder"
-        ) from error

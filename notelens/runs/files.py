@@ -34,6 +34,21 @@ def reason(error: OSError) -> str:
     return (error.strerror or str(error) or type(error).__name__).lower()
 
 
+def make_folder(folder: Path) -> None:
+    """Create ``folder`` and what lies above it, if need be.
+
+    Raises:
+        InputError: it is a file, or lies below one.
+        RecordError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{folder}: is a file, or lies below one; choose another folder with --out") from None
+    except OSError as e:
+        raise RecordError(f"{folder}: could not be created ({reason(e)}); choose another folder with --out") from e
+
+
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
     """Create ``folder`` if need be and hold it for this process; the hold ends with the process, however it dies.
@@ -44,12 +59,7 @@ def held(folder: Path) -> Iterator[Path]:
     """
     import fcntl
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise InputError(f"{folder}: is a file, or lies below one; choose another folder with --out") from None
-    except OSError as e:
-        raise RecordError(f"{folder}: could not be created ({reason(e)}); choose another folder with --out") from e
+    make_folder(folder)
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as e:

@@ -7,7 +7,7 @@ from typing import Any
 
 from notelens.context import ContextStore
 from notelens.errors import CompetenceError, RecordError, TaskError
-from notelens.probes.base import Aggregate, Item, Probe, Row
+from notelens.probes.base import Aggregate, Item, Probe, Row, nothing_measured
 from notelens.runs.plan import Planned
 from notelens.runs.progress import Progress
 from notelens.runs.records import Line, RecordWriter, plain
@@ -108,7 +108,7 @@ def measure(
                 rows += [Row.from_json(line) for line in lines]
             n_read += n_held
             n_measured += len(items) - n_held
-        incompetent = nothing_measured(probe, rows)
+        incompetent = nothing_measured(probe.name, rows)
         aggregates = probe.aggregate(rows, seed=stamp.seed)
     except CompetenceError as e:
         incompetent = str(e)
@@ -123,18 +123,6 @@ def measure(
     writer.write([*body, end])
     n_excluded = sum(row.excluded is not None for row in rows)
     return Measured(n_measured, n_read, len(rows), n_excluded, len(body), incompetent)
-
-
-def nothing_measured(probe: Probe, rows: Sequence[Row]) -> str | None:
-    """The sentence of a :class:`CompetenceError` where every row was excluded, else ``None``."""
-    reasons = Counter(str(row.excluded) for row in rows if row.excluded is not None)
-    if not rows or sum(reasons.values()) < len(rows):
-        return None
-    return (
-        f"{probe.name}: none of {len(rows)} rows could be measured "
-        f"({', '.join(f'{reason}: {n}' for reason, n in sorted(reasons.items()))}); the model does not decide this "
-        "task, so the probe says nothing about it"
-    )
 
 
 def item_group(probe: Probe, stage: str, item: Item, rows: Sequence[Row], stamp: Stamp) -> list[Line]:

@@ -41,6 +41,9 @@ class GatedDecisions:
         order: whether the field (``value_first``) or the rule (``rule_first``) comes first.
         rendering: ``chat`` (the tokenizer's template) or ``plain``.
         length: tokens of the whole prompt, 100 to 4,000, reached by filler; 2 to 5 lines when not given.
+        fixed_words: every group of a family has the same two values and actions, in the same roles, as a linear read-out
+            of the conclusion needs (its label is a direction of given words); groups then differ in filler, request and
+            wording of the rule.
         scenario_file: JSON file with families instead of the built-in ones (``data/README.md`` has the schema).
 
     Raises:
@@ -58,6 +61,7 @@ class GatedDecisions:
         order: str = "value_first",
         rendering: str = "chat",
         length: int | None = None,
+        fixed_words: bool = False,
         scenario_file: str | Path | None = None,
     ) -> None:
         _one_of("split", split, ("train", "eval", "all"))
@@ -84,6 +88,7 @@ class GatedDecisions:
         self.order: Order = cast(Order, order)
         self.rendering: Literal["chat", "plain"] = cast(Literal["chat", "plain"], rendering)
         self.length = length
+        self.fixed_words = fixed_words
 
     def instances(self, tokenizer: Any, n: int, seed: int) -> list[Instance]:
         """The first ``n`` instances, spread evenly over families and forms; deterministic in ``seed``.
@@ -205,6 +210,9 @@ class GatedDecisions:
         if rng.random() < 0.5:
             pair = (pair[1], pair[0])
         restrictive = rng.randrange(2)
+        if self.fixed_words:
+            words_rng = random.Random(f"{seed}/{family.name}/words")  # the other draws stay as they are
+            pair, words, restrictive = words_rng.choice(values), words_rng.choice(actions), words_rng.randrange(2)
         n_filler = rng.randint(2, _MAX_FILLER)
         draw = Draw(
             family=family,

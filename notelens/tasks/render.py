@@ -163,13 +163,6 @@ def update_pieces(draw: Draw, update: str | None, distractor: bool) -> list[Piec
 
 
 def chain_text(draw: Draw, value: str, rule: int) -> str:
-    """A short chain of thought: the value that counts, the clause that matches it, the answer."""
+    """A short chain of thought: the value that counts, what the rule says about it, the answer."""
     action = draw.action(value, rule)
-    if draw.form in ("two_clause", "swapped"):
-        reason = f"For {value} the rule says {action}."
-    else:
-        named = draw.values[rule]
-        condition = f"not {named}" if draw.form == "negated" else named
-        verdict = "holds, so" if draw.actions[0] == action else "fails, so otherwise"
-        reason = f"The rule asks for {condition}, which {verdict} {action}."
-    return f"The {draw.family.label} is {value}. {reason} Answer: {action}"
+    return f"The {draw.family.label} is {value}. By the rule that means {action}. Answer: {action}"
