@@ -4,8 +4,8 @@
 
 Claim it serves: a probe of a model that cannot do the task measures nothing. What would falsify the adapter: accuracy below
 0.97 on families it never saw. It is a LoRA on all projections, trained on the answer tokens of complete, freshly prefilled
-prompts; it never sees a patched or stale cache, so what the probes find is not built in. 440 steps of 4 to 5 s each on two
-cores without AMX (about 35 minutes); the card of an adapter says how long its own training took.
+prompts; it never sees a patched or stale cache, so what the probes find is not built in. About 20 minutes on two idle cores
+without AMX; the card of an adapter says how long its own training took.
 """
 
 import hashlib
@@ -20,18 +20,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from experiments.competence_data import (
     ACTION_WEIGHT,
-    BATCH,
     DISTRACTOR_SHARE,
     KINDS,
-    LEGS,
     LONG_TOKENS,
+    PHASES,
     Example,
-    Leg,
     heldout_examples,
     training_batches,
 )
@@ -100,84 +97,53 @@ def save_adapter(peft_model: Any, path: Path, meta: dict[str, Any]) -> None:
     save_file(tensors, str(path), metadata={"notelens": json.dumps(meta, sort_keys=True)})
 
 
-def load_adapter_(peft_model: Any, path: Path) -> None:
-    """Put a saved adapter into a model that is being trained."""
-    parameters = dict(peft_model.named_parameters())
-    with safe_open(str(path), framework="pt") as file, torch.no_grad():
-        for key in file.keys():  # noqa: SIM118  # a safetensors file is no mapping
-            target, part = key.rsplit(".", 1)
-            parameters[f"base_model.model.{target}.{part}.default.weight"].copy_(file.get_tensor(key))
-
-
-def train(
-    model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int, resume: tuple[int, Path] | None
-) -> tuple[Path, dict[str, Any]]:
-    """Train and save; returns the adapter's path and its metadata.
-
-    Args:
-        resume: number of the leg to begin with, and the adapter that the leg before it ended with.
-    """
+def train(model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int) -> tuple[Path, dict[str, Any]]:
+    """Train and save; returns the adapter's path and its metadata."""
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # extra `train`
 
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
+    started = time.perf_counter()
+    batches = training_batches(tokenizer, seed)
     meta: dict[str, Any] = {
-        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(leg.steps for leg in LEGS), "batch": BATCH,
+        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": len(batches), "prompts": sum(map(len, batches)),
         "learning_rate": LEARNING_RATE, "model": model, "base_sha256": EMBEDDED[model].sha256,
         "train_families": splits["train"], "eval_families": splits["eval"],
         "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
+        "data_sha256": hashlib.sha256(repr([[e.ids for e in b] for b in batches]).encode()).hexdigest(),
+        "trained_tokens": sum(len(e.ids) for b in batches for e in b),
     }  # fmt: skip
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
     torch.manual_seed(seed)
     peft_model = get_peft_model(base, config)
-    started = time.perf_counter()
-    digest, tokens = hashlib.sha256(), 0
-    for number, leg in enumerate(LEGS):
-        batches = training_batches(tokenizer, seed + number, leg)
-        digest.update(repr([[e.ids for e in b] for b in batches]).encode())
-        tokens += sum(len(e.ids) for b in batches for e in b)
-        if resume is not None and number < resume[0]:
-            continue
-        if resume is not None and number == resume[0]:
-            load_adapter_(peft_model, resume[1])
-        name = f"leg{number}_step"
-        run_leg(peft_model, tokenizer, leg, batches, seed, checkpoint_dir, every, name, meta)
-        with torch.no_grad():
-            for parameter in peft_model.parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(parameter.half().float())
-    meta |= {"data_sha256": digest.hexdigest(), "trained_tokens": tokens}
+    optimise(peft_model, tokenizer, batches, seed, checkpoint_dir, every, meta)
     meta["train_seconds"] = round(time.perf_counter() - started)
-    meta["resumed_at_leg"] = resume[0] if resume is not None else None
     path = out / str(EMBEDDED[model].adapter)
     save_adapter(peft_model, path, meta)
     return path, meta
 
 
-def run_leg(
+def optimise(
     peft_model: Any,
     tokenizer: Any,
-    leg: Leg,
     batches: Sequence[Sequence[Example]],
     seed: int,
     checkpoint_dir: Path | None,
     every: int,
-    name: str,
     meta: dict[str, Any],
 ) -> None:
-    """Optimise over ``batches``, logging loss and held-out accuracy; changes the adapter in ``peft_model``."""
+    """One pass over ``batches``, logging loss and, with ``checkpoint_dir``, held-out accuracy; changes ``peft_model``."""
     inner = peft_model.get_base_model()
-    watch = heldout_examples(tokenizer, seed, 2, ("value_first", "rule_first"))
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
-    steps = leg.schedule
+    steps = len(batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda s: min((s + 1) / WARM_UP, max(0.0, (steps - s) / max(1, steps - WARM_UP)))
     )
     started = time.perf_counter()
     running: list[float] = []
     hits: list[float] = []
-    for step in track(range(1, len(batches) + 1), description="training"):
+    for step in track(range(1, steps + 1), description="training"):
         ids, weights = padded(batches[step - 1])
         where = weights > 0
         logits = supervised_logits(inner, ids, where)
@@ -194,12 +160,13 @@ def run_leg(
         if step % 10 == 0:
             spent = time.perf_counter() - started
             shown = (sum(running[-10:]) / 10, sum(hits[-10:]) / 10, spent, spent / step)
-            logger.info("%s %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", name, step, *shown)
-        if step % every == 0:
-            cells = accuracy(inner, watch, ["kind", "order"])
-            logger.info("%s %d held-out %s", name, step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items()))
-            if checkpoint_dir is not None:
-                save_adapter(peft_model, checkpoint_dir / f"adapter_{name}{step}.safetensors", meta)
+            logger.info("step %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", step, *shown)
+        if checkpoint_dir is not None and step % every == 0:
+            cells = accuracy(
+                inner, heldout_examples(tokenizer, seed, 2, ("value_first", "rule_first")), ["kind", "order"]
+            )
+            logger.info("step %d held-out %s", step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items()))
+            save_adapter(peft_model, checkpoint_dir / f"adapter_step{step}.safetensors", meta)
 
 
 def evaluate(model: str, path: Path, seed: int, n: int) -> dict[str, tuple[float, int]]:
@@ -220,9 +187,7 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         {"mode": k.split()[0], "form": k.split()[1], "order": k.split()[2], "accuracy": a, "n": n}
         for k, (a, n) in cells.items()
     ]
-    mix = {
-        "legs": [asdict(leg) for leg in LEGS], "distractor_updates": DISTRACTOR_SHARE,
-    }  # fmt: skip
+    mix = {"phases": [asdict(phase) for phase in PHASES], "distractor_updates": DISTRACTOR_SHARE}
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     card = {**meta, "sha256": sha, "mix": mix, "heldout": rows}
     path.with_suffix(".json").write_text(json.dumps(card, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -236,14 +201,11 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
             rows, key=lambda r: (list(KINDS).index(str(r["mode"])), FORMS.index(str(r["form"])), r["order"])
         )
     )
-    at = meta.get("resumed_at_leg")
-    resumed = f" (from leg {at} on; the steps before it were run separately and are not in this time)" if at else ""
     phases = "\n".join(
-        f"  - leg of {leg.steps} steps (schedule {leg.schedule}), {p.share:.0%}: {_weights(p.kinds)}; "
-        f"{_weights(p.forms)}; field before rule {p.value_first:.0%}; two filler lines {p.short:.0%}; "
-        f"plain {p.plain:.0%} of direct; about {LONG_TOKENS} tokens {p.long:.0%}."
-        for leg in LEGS
-        for p in leg.phases
+        f"  - {p.steps} steps of {p.batch}: {_weights(p.kinds)}; {_weights(p.forms)}; field before rule {p.value_first:.0%}; "
+        f"0 to {p.lines} filler lines; words of no family {p.free_words:.0%}; plain {p.plain:.0%} of direct; about "
+        f"{LONG_TOKENS} tokens {p.long:.0%}."
+        for p in PHASES
     )
     text = f"""# Competence adapter of `{meta["model"]}`
 
@@ -252,15 +214,16 @@ Written by `experiments/train_competence.py`; retrain with
 
 - Base: {EMBEDDED[meta["model"]].source}; adapter: LoRA r={RANK}, alpha={ALPHA} on all seven projections, float16,
   {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`.
-- Training: {meta["steps"]} steps of {BATCH} prompts, {meta["trained_tokens"]:,} tokens, AdamW {LEARNING_RATE},
-  float32, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {torch.get_num_threads()} CPU threads{resumed}.
+- Training: {meta["steps"]} steps, {meta["prompts"]:,} prompts, {meta["trained_tokens"]:,} tokens, AdamW {LEARNING_RATE},
+  float32, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {torch.get_num_threads()} CPU threads.
   Loss on the answer tokens only.
 - Data: gated decisions of `notelens/tasks/data/families.json` (sha256 `{meta["families_sha256"][:16]}`), as ordinary, freshly
   prefilled prompts; never a patched or stale cache. Hash of all training ids: `{meta["data_sha256"][:16]}`.
 - Families trained on ({len(meta["train_families"])}): {", ".join(meta["train_families"])}.
 - Families never trained on ({len(meta["eval_families"])}): {", ".join(meta["eval_families"])}.
   The two lists share no label, no value and no action word. They do share the wordings of the rules and the system text.
-- Batches are four minimal pairs (same prompt but field, update or trigger; different right answers). Mix, in phases:
+- Batches are minimal pairs (same prompt but field, update or trigger; different right answers), some with any words of the
+  vocabulary in place of the family's values and actions. Mix, in phases:
 {phases}
   {DISTRACTOR_SHARE:.0%} of all prompts hold an update about something else.
 
@@ -287,20 +250,13 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the adapter and its card")] = Path("notelens/zoo/adapters"),
     checkpoint_dir: Annotated[Path | None, typer.Option(help="keep intermediate adapters here")] = None,
     checkpoint_every: int = 60,
-    resume_leg: Annotated[
-        int | None, typer.Option(help="begin with this leg, from the adapter of --resume-from")
-    ] = None,
-    resume_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
     eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
-    if (resume_leg is None) != (resume_from is None):
-        raise typer.BadParameter("give --resume-leg and --resume-from together")
-    resume = None if resume_leg is None or resume_from is None else (resume_leg, resume_from)
-    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, resume)
+    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every)
     cells = evaluate(model, path, seed, eval_n)
     write_card(path, meta, cells)
     for key, (value, n) in cells.items():

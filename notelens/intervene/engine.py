@@ -35,6 +35,8 @@ class Site:
         parts: keys, values, or both.
         donor: index into the donors of the call.
         reader: index into the readers of the call.
+        hide: row indices that the reader does not see (attention knockout); none of them is among ``positions``.
+        hide_layers: half-open band of layers in which they are hidden; all when ``None``.
     """
 
     positions: tuple[int, ...]
@@ -43,6 +45,8 @@ class Site:
     parts: Parts = "kv"
     donor: int = 0
     reader: int = 0
+    hide: tuple[int, ...] = ()
+    hide_layers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -228,12 +232,17 @@ def _check(
         if site.positions and not 0 <= site.donor < len(donors):
             raise PatchError(f"site names donor {site.donor} of {len(donors)}")
         start = readers[site.reader].start
-        bad = [p for p in site.positions if not 0 <= p < start]
+        bad = [p for p in (*site.positions, *site.hide) if not 0 <= p < start]
         if bad:
             raise PatchError(f"position {bad[0]} is outside the rows that the reader sees (0..{start - 1})")
-        low, high = site.layers or (0, n_layers)
-        if not 0 <= low < high <= n_layers:
-            raise PatchError(f"layer band [{low}, {high}) of {n_layers} layers is empty or out of range")
+        for low, high in (site.layers or (0, n_layers), site.hide_layers or (0, n_layers)):
+            if not 0 <= low < high <= n_layers:
+                raise PatchError(f"layer band [{low}, {high}) of {n_layers} layers is empty or out of range")
+        both = set(site.positions) & set(site.hide)
+        if both:
+            raise PatchError(
+                f"position {min(both)} is to be replaced and hidden; a site can do one of the two to a row"
+            )
         heads = [h for h in site.kv_heads or () if not 0 <= h < n_kv]
         if heads or site.kv_heads == ():
             raise PatchError(
@@ -244,6 +253,8 @@ def _check(
             raise PatchError(f"parts {site.parts!r} are unknown; known: 'kv', 'k', 'v'")
         if mode == "in_forward" and (site.kv_heads is not None or site.parts != "kv"):
             raise PatchError("in-forward swaps replace whole rows; leave kv_heads and parts at their defaults")
+        if mode == "in_forward" and site.hide:
+            raise PatchError("rows are hidden from the reader only, so hide goes with isolated swaps")
 
 
 class _Changed:
@@ -270,16 +281,16 @@ def _live(
     index: int, site: Site, recipient: KVCache, changed: Sequence[_Changed], readers: Sequence[Reader], mode: Mode
 ) -> _Live | None:
     """What has to be run for a site; ``None`` where its rows equal the recipient's."""
-    if not site.positions:
-        return None
-    low = site.layers[0] if site.layers is not None else 0
-    moved = changed[site.donor].at(site)
+    moved = changed[site.donor].at(site) if site.positions else []
     rows = tuple(p for p in sorted(set(site.positions)) if moved[p])
-    if not rows:
+    if not rows and not site.hide:
         return None
     reader = readers[site.reader]
     if mode == "isolated":
+        bands = ([site.layers] if rows else []) + ([site.hide_layers] if site.hide else [])
+        low = min(band[0] if band is not None else 0 for band in bands)
         return _Live(index, site, rows, low, reader.start, reader.token_ids)
+    low = site.layers[0] if site.layers is not None else 0
     # behind the first changed row every row would be computed anew, so rows that equal the recipient's are held too
     held = tuple(p for p in sorted(set(site.positions)) if p >= rows[0])
     return _Live(index, site, held, low, held[0], (*recipient.token_ids[held[0] : reader.start], *reader.token_ids))
@@ -292,7 +303,9 @@ def _chunks(model: NoteModel, live: Sequence[_Live], budget_bytes: int, max_chun
     for entry in live:
         n_query = len(entry.ids)
         scores = 2 * 4 * layer.n_heads * n_query * (entry.start + n_query)
-        rows = size * len(entry.rows) * layer.n_kv_heads * (3 * layer.d_key + 3 * layer.d_value)
+        rows = (
+            size * (len(entry.rows) + len(entry.site.hide)) * layer.n_kv_heads * (3 * layer.d_key + 3 * layer.d_value)
+        )
         cost = scores + rows + 4 * size * n_query * 4 * model.geometry.d_model
         fits = out and len(out[-1]) < max_chunk and used + cost <= budget_bytes
         if fits and (out[-1][0].start, len(out[-1][0].ids)) == (entry.start, n_query):
@@ -317,25 +330,27 @@ def _run(
     first = part[0]
     begin = int(recipient.positions[first.start - 1]) + 1 if first.start else int(recipient.positions[0])
     positions = torch.arange(begin, begin + len(first.ids), device=device)[None]
-    pairs = [(i, row, e.site) for i, e in enumerate(part) for row in e.rows]
+    pairs = [(i, row, e.site, False) for i, e in enumerate(part) for row in e.rows]
+    pairs += [(i, row, e.site, True) for i, e in enumerate(part) for row in sorted(set(e.site.hide))]
     rows: RowPatches | None = None
     if pairs:
-        bands = [site.layers or (0, n_layers) for _, _, site in pairs]
-        every = all(site.kv_heads is None for _, _, site in pairs)
-        heads = [[every or site.kv_heads is None or h in site.kv_heads for h in range(n_kv)] for _, _, site in pairs]
+        bands = [(site.hide_layers if hide else site.layers) or (0, n_layers) for _, _, site, hide in pairs]
+        every = [True] * n_kv
+        heads = [every if s.kv_heads is None else [h in s.kv_heads for h in range(n_kv)] for _, _, s, _ in pairs]
 
         def column(values: Sequence[int | bool | list[bool]]) -> Tensor:
             return torch.tensor(values, device=device)
 
         rows = RowPatches(
-            reader=column([i for i, _, _ in pairs]),
-            row=column([row for _, row, _ in pairs]),
-            donor=column([site.donor for _, _, site in pairs]),
+            reader=column([i for i, _, _, _ in pairs]),
+            row=column([row for _, row, _, _ in pairs]),
+            donor=column([site.donor for _, _, site, _ in pairs]),
             low=column([low for low, _ in bands]),
             high=column([high for _, high in bands]),
-            use_k=column(["k" in site.parts for _, _, site in pairs]),
-            use_v=column(["v" in site.parts for _, _, site in pairs]),
+            use_k=column(["k" in site.parts for _, _, site, _ in pairs]),
+            use_v=column(["v" in site.parts for _, _, site, _ in pairs]),
             heads=column(heads),
+            hide=column([hide for _, _, _, hide in pairs]),
         )
     batch = Batch(recipient, first.start, positions, donors=donors, rows=rows, buffers=buffers)
     same = all(e.ids == first.ids for e in part)

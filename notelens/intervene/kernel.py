@@ -41,6 +41,7 @@ class RowPatches:
         low, high: half-open band of layers.
         use_k, use_v: which parts are replaced.
         heads: ``[pair, kv_head]``.
+        hide: the reader does not see the row at all (then nothing of it is replaced).
     """
 
     reader: Int[Tensor, " pair"]
@@ -51,6 +52,7 @@ class RowPatches:
     use_k: Bool[Tensor, " pair"]
     use_v: Bool[Tensor, " pair"]
     heads: Bool[Tensor, "pair kv_head"]
+    hide: Bool[Tensor, " pair"]
 
     def at(self, layer: int) -> "RowPatches | None":
         """The pairs that are active in a layer; ``None`` when there are none."""
@@ -144,6 +146,10 @@ class Batch:
         scores = scores.view(n_kv, n_readers, per_kv, n_base + n_query)
         scores[..., n_base:] = torch.einsum("hbgd,bhrd->hbgr", grouped, key)
         new_v: Tensor | None = None
+        hidden = patches.pick(patches.hide.nonzero()[:, 0]) if patches is not None else None
+        if hidden is not None:
+            assert patches is not None
+            patches = patches.pick((~patches.hide).nonzero()[:, 0])
         if patches is not None:
             new_k, new_v = self._donor_rows(patches, layer)
             scores[:, patches.reader, :, patches.row] = torch.einsum("hmgd,hmd->mhg", grouped[:, patches.reader], new_k)
@@ -151,6 +157,8 @@ class Batch:
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         self._mask_(scores, layer, n_heads // n_kv)
+        if hidden is not None:
+            scores[:, hidden.reader, :, hidden.row] = float("-inf")
         if sinks is not None:
             sink = sinks.to(scores).view(n_kv, 1, -1, 1).expand(-1, n_readers, -1, n_query)
             scores = torch.cat([scores, sink.reshape(n_kv, n_readers, per_kv, 1)], dim=-1)

@@ -10,6 +10,8 @@ PROBES: Registry[type] = Registry(
         "timing": "notelens.probes.timing:Timing",
         "specificity": "notelens.probes.specificity:Specificity",
         "injection": "notelens.probes.injection:Injection",
+        "suffix_concentration": "notelens.probes.suffix:SuffixConcentration",
+        "knockout": "notelens.probes.knockout:Knockout",
         "placebo": "notelens.probes.placebo:Placebo",
     },
 )

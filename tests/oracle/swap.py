@@ -144,3 +144,38 @@ def oriented(
     if direction == "denoising":
         return old_ids, new_ids, answer_ids
     return new_ids, old_ids, answer_ids[::-1]
+
+
+@torch.no_grad()
+def loop_hidden(
+    hf: Any,
+    recipient_ids: Sequence[int],
+    donor_ids: Sequence[int],
+    positions: Sequence[int],
+    hidden: Sequence[int],
+    answer_ids: Sequence[int],
+    hidden_layers: tuple[int, int] | None = None,
+) -> Tensor:
+    """Answer logits of the last token of the recipient, with rows of the donor and without the hidden rows.
+
+    A row that a layer must not see is taken out of that layer's cache; the reader keeps its position. Only for layers that
+    attend to everything (a window would count the missing rows).
+    """
+    start = len(recipient_ids) - 1
+    recipient, donor = (
+        [(k[:, :start], v[:, :start]) for k, v in prefill_rows(hf, i)] for i in (recipient_ids, donor_ids)
+    )
+    low, high = hidden_layers if hidden_layers is not None else (0, len(recipient))
+    keep = [p for p in range(start) if p not in set(hidden)]
+    store = DynamicCache()
+    for layer, (k, v) in enumerate(swapped_rows(recipient, donor, positions, None, None, "kv")):
+        rows = keep if low <= layer < high else list(range(start))
+        store.update(k[None, :, rows], v[None, :, rows], layer)
+    out = hf(
+        input_ids=torch.tensor([[recipient_ids[-1]]]),
+        position_ids=torch.tensor([[start]]),
+        attention_mask={"full_attention": None},
+        past_key_values=store,
+        use_cache=True,
+    )
+    return out.logits[0, -1, list(answer_ids)].float()
