@@ -20,14 +20,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from experiments.competence_data import (
     ACTION_WEIGHT,
     DISTRACTOR_SHARE,
     KINDS,
+    LEGS,
     LONG_TOKENS,
-    PHASES,
     Example,
     heldout_examples,
     training_batches,
@@ -97,28 +98,55 @@ def save_adapter(peft_model: Any, path: Path, meta: dict[str, Any]) -> None:
     save_file(tensors, str(path), metadata={"notelens": json.dumps(meta, sort_keys=True)})
 
 
-def train(model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int) -> tuple[Path, dict[str, Any]]:
-    """Train and save; returns the adapter's path and its metadata."""
+def load_adapter_(peft_model: Any, path: Path) -> None:
+    """Put a saved adapter into a model that is being trained."""
+    parameters = dict(peft_model.named_parameters())
+    with safe_open(str(path), framework="pt") as file, torch.no_grad():
+        for key in file.keys():  # noqa: SIM118  # a safetensors file is no mapping
+            target, part = key.rsplit(".", 1)
+            parameters[f"base_model.model.{target}.{part}.default.weight"].copy_(file.get_tensor(key))
+
+
+def train(
+    model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int, begin: tuple[int, Path, float] | None
+) -> tuple[Path, dict[str, Any]]:
+    """Train and save; returns the adapter's path and its metadata.
+
+    Args:
+        begin: leg to begin with, the adapter that the leg before it ended with, and the seconds spent so far.
+    """
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # extra `train`
 
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
     started = time.perf_counter()
-    batches = training_batches(tokenizer, seed)
+    legs = [training_batches(tokenizer, seed, leg) for leg in range(len(LEGS))]
     meta: dict[str, Any] = {
-        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": len(batches), "prompts": sum(map(len, batches)),
+        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(map(len, legs)),
+        "prompts": sum(len(b) for leg in legs for b in leg),
         "learning_rate": LEARNING_RATE, "model": model, "base_sha256": EMBEDDED[model].sha256,
         "train_families": splits["train"], "eval_families": splits["eval"],
         "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
-        "data_sha256": hashlib.sha256(repr([[e.ids for e in b] for b in batches]).encode()).hexdigest(),
-        "trained_tokens": sum(len(e.ids) for b in batches for e in b),
+        "data_sha256": hashlib.sha256(repr([[[e.ids for e in b] for b in leg] for leg in legs]).encode()).hexdigest(),
+        "trained_tokens": sum(len(e.ids) for leg in legs for b in leg for e in b),
     }  # fmt: skip
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
     torch.manual_seed(seed)
     peft_model = get_peft_model(base, config)
-    optimise(peft_model, tokenizer, batches, seed, checkpoint_dir, every, meta)
-    meta["train_seconds"] = round(time.perf_counter() - started)
     path = out / str(EMBEDDED[model].adapter)
+    spent = 0.0
+    if begin is not None:
+        load_adapter_(peft_model, begin[1])
+        spent = begin[2]
+    for number, batches in enumerate(legs):
+        if begin is None or number >= begin[0]:
+            optimise(peft_model, tokenizer, batches, f"leg {number}", seed, checkpoint_dir, every, meta)
+            meta["train_seconds"] = round(spent + time.perf_counter() - started)
+            with torch.no_grad():  # what is saved, and what the next leg begins with, is float16
+                for parameter in (p for p in peft_model.parameters() if p.requires_grad):
+                    parameter.copy_(parameter.half().float())
+            if checkpoint_dir is not None:
+                save_adapter(peft_model, checkpoint_dir / f"leg{number}.safetensors", meta)
     save_adapter(peft_model, path, meta)
     return path, meta
 
@@ -127,6 +155,7 @@ def optimise(
     peft_model: Any,
     tokenizer: Any,
     batches: Sequence[Sequence[Example]],
+    name: str,
     seed: int,
     checkpoint_dir: Path | None,
     every: int,
@@ -160,13 +189,15 @@ def optimise(
         if step % 10 == 0:
             spent = time.perf_counter() - started
             shown = (sum(running[-10:]) / 10, sum(hits[-10:]) / 10, spent, spent / step)
-            logger.info("step %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", step, *shown)
+            logger.info("%s step %d loss %.3f action tokens right %.2f (%.1f s, %.2f s a step)", name, step, *shown)
         if checkpoint_dir is not None and step % every == 0:
             cells = accuracy(
                 inner, heldout_examples(tokenizer, seed, 2, ("value_first", "rule_first")), ["kind", "order"]
             )
-            logger.info("step %d held-out %s", step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items()))
-            save_adapter(peft_model, checkpoint_dir / f"adapter_step{step}.safetensors", meta)
+            logger.info(
+                "%s step %d held-out %s", name, step, ", ".join(f"{k} {a:.2f}/{n}" for k, (a, n) in cells.items())
+            )
+            save_adapter(peft_model, checkpoint_dir / f"{name.replace(chr(32), chr(45))}-step{step}.safetensors", meta)
 
 
 def evaluate(model: str, path: Path, seed: int, n: int) -> dict[str, tuple[float, int]]:
@@ -187,7 +218,7 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         {"mode": k.split()[0], "form": k.split()[1], "order": k.split()[2], "accuracy": a, "n": n}
         for k, (a, n) in cells.items()
     ]
-    mix = {"phases": [asdict(phase) for phase in PHASES], "distractor_updates": DISTRACTOR_SHARE}
+    mix = {"legs": [[asdict(phase) for phase in leg] for leg in LEGS], "distractor_updates": DISTRACTOR_SHARE}
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     card = {**meta, "sha256": sha, "mix": mix, "heldout": rows}
     path.with_suffix(".json").write_text(json.dumps(card, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -205,7 +236,8 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         f"  - {p.steps} steps of {p.batch}: {_weights(p.kinds)}; {_weights(p.forms)}; field before rule {p.value_first:.0%}; "
         f"0 to {p.lines} filler lines; words of no family {p.free_words:.0%}; plain {p.plain:.0%} of direct; about "
         f"{LONG_TOKENS} tokens {p.long:.0%}."
-        for p in PHASES
+        for leg in LEGS
+        for p in leg
     )
     text = f"""# Competence adapter of `{meta["model"]}`
 
@@ -250,13 +282,19 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the adapter and its card")] = Path("notelens/zoo/adapters"),
     checkpoint_dir: Annotated[Path | None, typer.Option(help="keep intermediate adapters here")] = None,
     checkpoint_every: int = 60,
+    begin_leg: Annotated[int, typer.Option(help="continue with this leg, from the adapter of --begin-from")] = 0,
+    begin_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
+    begin_seconds: Annotated[float, typer.Option(help="what the legs before took, for the card")] = 0.0,
     eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
-    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every)
+    if (begin_leg > 0) != (begin_from is not None):
+        raise typer.BadParameter("give --begin-leg and --begin-from together")
+    begin = None if begin_from is None else (begin_leg, begin_from, begin_seconds)
+    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, begin)
     cells = evaluate(model, path, seed, eval_n)
     write_card(path, meta, cells)
     for key, (value, n) in cells.items():

@@ -475,6 +475,23 @@ def test_chain_of_a_negated_rule_word_for_word(words: Any) -> None:
     assert chain_text(draw, v1, 0) == f"The badge color is {v1}. By the rule that means {p}. Answer: {p}"
 
 
+@pytest.mark.parametrize("order", ["value_first", "rule_first"])
+def test_filler_stands_where_it_is_asked_for(words: Any, order: str) -> None:
+    for share, expected in ((0.0, 0), (1.0, 1)):
+        task = GatedDecisions(families=["badge_color"], order=order, between=share)
+        for draw in task.draws(words, 4, 0):
+            assert draw.between == expected * len(draw.filler)
+        for instance in task.instances(words, 4, 0):
+            prompt = instance.cells[0, 0]
+            field, rule = prompt.positions("field")[-1], prompt.positions("rule")
+            inside = range(field, rule[0]) if order == "value_first" else range(rule[-1], prompt.positions("field")[0])
+            assert any(prompt.regions[p] == "filler" and prompt.tokens[p].strip() == "-" for p in inside) == bool(
+                expected
+            )
+    with pytest.raises(TaskError, match="share from 0 to 1"):
+        GatedDecisions(between=1.5)
+
+
 def test_fixed_words_vary_the_filler_only(words: Any) -> None:
     task = GatedDecisions(families=["badge_color", "room_state"], forms=["swapped"], fixed_words=True)
     found = task.draws(words, 10, 0)

@@ -11,6 +11,7 @@ PROBES: Registry[type] = Registry(
         "specificity": "notelens.probes.specificity:Specificity",
         "injection": "notelens.probes.injection:Injection",
         "suffix_concentration": "notelens.probes.suffix:SuffixConcentration",
+        "token_stats": "notelens.probes.token_stats:TokenStats",
         "knockout": "notelens.probes.knockout:Knockout",
         "placebo": "notelens.probes.placebo:Placebo",
     },

@@ -44,6 +44,8 @@ class GatedDecisions:
         fixed_words: every group of a family has the same two values and actions, in the same roles, as a linear read-out
             of the conclusion needs (its label is a direction of given words); groups then differ in filler, request and
             wording of the rule.
+        between: share of the filler lines that stand between field and rule, 0 to 1; the others follow the second of the
+            two. Any number when not given. With the rule first, 1 puts the field right before the request.
         scenario_file: JSON file with families instead of the built-in ones (``data/README.md`` has the schema).
 
     Raises:
@@ -62,6 +64,7 @@ class GatedDecisions:
         rendering: str = "chat",
         length: int | None = None,
         fixed_words: bool = False,
+        between: float | None = None,
         scenario_file: str | Path | None = None,
     ) -> None:
         _one_of("split", split, ("train", "eval", "all"))
@@ -89,6 +92,9 @@ class GatedDecisions:
         self.rendering: Literal["chat", "plain"] = cast(Literal["chat", "plain"], rendering)
         self.length = length
         self.fixed_words = fixed_words
+        if between is not None and (isinstance(between, bool) or not 0 <= between <= 1):
+            raise TaskError(f"between {between!r} is not a share from 0 to 1 (of the filler lines)")
+        self.between = between
 
     def instances(self, tokenizer: Any, n: int, seed: int) -> list[Instance]:
         """The first ``n`` instances, spread evenly over families and forms; deterministic in ``seed``.
@@ -229,7 +235,8 @@ class GatedDecisions:
             distractor=family.fill(rng.choice(family.distractors), rng),
         )
         wording = random.Random(f"{seed}/{family.name}/{index}/{form}").choice(family.rules[form])
-        return replace(self._to_length(tokenizer, draw, seed), template=wording)
+        draw = replace(self._to_length(tokenizer, draw, seed), template=wording)
+        return draw if self.between is None else replace(draw, between=round(self.between * len(draw.filler)))
 
     def _to_length(self, tokenizer: Any, draw: Draw, seed: int) -> Draw:
         """Fit the filler to ``length``, measured with one fixed rule so that all forms of a group share it."""

@@ -174,7 +174,6 @@ def loop_hidden(
     out = hf(
         input_ids=torch.tensor([[recipient_ids[-1]]]),
         position_ids=torch.tensor([[start]]),
-        attention_mask={"full_attention": None},
         past_key_values=store,
         use_cache=True,
     )
