@@ -58,7 +58,7 @@ LEGS = (
         Phase(60, 10, {"direct": 0.6, "chain": 0.2, "update": 0.2}, ALL_FORMS, 0.6, 2, 0.4, 0.0, 0.0),
         Phase(150, 8, KINDS, ALL_FORMS, 0.55, 5, 0.3, 0.05, 0.04),
     ),
-    (Phase(100, 8, KINDS, ALL_FORMS, 0.55, 5, 0.15, 0.05, 0.04),),
+    (Phase(170, 8, KINDS, ALL_FORMS, 0.55, 3, 0.15, 0.05, 0.02),),
 )
 """Legs of phases: easy forms with the field first, then all forms in both orders, then everything; then everything once more.
 Each leg has a learning rate of its own that falls to zero, and begins with the adapter rounded to float16, as it is saved.

@@ -492,6 +492,17 @@ def test_filler_stands_where_it_is_asked_for(words: Any, order: str) -> None:
         GatedDecisions(between=1.5)
 
 
+def test_a_field_can_be_said(words: Any) -> None:
+    (instance,) = GatedDecisions(families=["badge_color"], forms=["polarity"], phrasing="conversation").instances(
+        words, 1, 0
+    )
+    prompt = instance.cells[0, 0]
+    assert f"the badge color is {instance.meta['v0']}. Thank you" in prompt.text
+    assert "".join(prompt.tokens[p] for p in prompt.positions("field")).strip() == instance.meta["v0"]
+    with pytest.raises(TaskError, match="phrasing"):
+        GatedDecisions(phrasing="poem")
+
+
 def test_fixed_words_vary_the_filler_only(words: Any) -> None:
     task = GatedDecisions(families=["badge_color", "room_state"], forms=["swapped"], fixed_words=True)
     found = task.draws(words, 10, 0)

@@ -18,6 +18,7 @@ from notelens.tasks.render import (
     Draw,
     Mode,
     Order,
+    Phrasing,
     Rendering,
     chain_text,
     pieces,
@@ -46,6 +47,7 @@ class GatedDecisions:
             wording of the rule.
         between: share of the filler lines that stand between field and rule, 0 to 1; the others follow the second of the
             two. Any number when not given. With the rule first, 1 puts the field right before the request.
+        phrasing: ``record`` or ``conversation``: how the field is stated; the shipped adapters saw records only.
         scenario_file: JSON file with families instead of the built-in ones (``data/README.md`` has the schema).
 
     Raises:
@@ -65,11 +67,13 @@ class GatedDecisions:
         length: int | None = None,
         fixed_words: bool = False,
         between: float | None = None,
+        phrasing: str = "record",
         scenario_file: str | Path | None = None,
     ) -> None:
         _one_of("split", split, ("train", "eval", "all"))
         _one_of("order", order, get_args(Order))
         _one_of("rendering", rendering, ("chat", "plain"))
+        _one_of("phrasing", phrasing, get_args(Phrasing))
         if isinstance(forms, str) or not forms or len(set(forms)) != len(forms):
             raise TaskError(f"forms must be a list of distinct rule forms, out of {', '.join(FORMS)}; got {forms!r}")
         for form in forms:
@@ -95,6 +99,7 @@ class GatedDecisions:
         if between is not None and (isinstance(between, bool) or not 0 <= between <= 1):
             raise TaskError(f"between {between!r} is not a share from 0 to 1 (of the filler lines)")
         self.between = between
+        self.phrasing: Phrasing = cast(Phrasing, phrasing)
 
     def instances(self, tokenizer: Any, n: int, seed: int) -> list[Instance]:
         """The first ``n`` instances, spread evenly over families and forms; deterministic in ``seed``.
@@ -233,6 +238,7 @@ class GatedDecisions:
             between=rng.randint(1, n_filler - 1),
             order=self.order,
             distractor=family.fill(rng.choice(family.distractors), rng),
+            phrasing=self.phrasing,
         )
         wording = random.Random(f"{seed}/{family.name}/{index}/{form}").choice(family.rules[form])
         draw = replace(self._to_length(tokenizer, draw, seed), template=wording)

@@ -13,6 +13,7 @@ from notelens.tasks.scenarios import Family
 
 Order = Literal["value_first", "rule_first"]
 Mode = Literal["direct", "chain"]
+Phrasing = Literal["record", "conversation"]
 SYSTEM = "You are a careful assistant. Follow the rule exactly."
 DIRECT_CUE = "Answer with one word."
 CHAIN_CUE = "State the value and the rule, then end with Answer: and one word."
@@ -38,6 +39,7 @@ class Draw:
         between: how many of them stand between field and rule; the others follow.
         order: whether the field or the rule comes first.
         distractor: an update about something other than the field.
+        phrasing: ``record`` (a list of attributes) or ``conversation`` (somebody says it).
     """
 
     family: Family
@@ -52,6 +54,7 @@ class Draw:
     between: int
     order: Order
     distractor: str
+    phrasing: Phrasing = "record"
 
     @property
     def id(self) -> str:
@@ -136,10 +139,17 @@ def rule_pieces(draw: Draw, rule: int) -> list[Piece]:
 def pieces(draw: Draw, cell: Cell, mode: Mode, updates: Sequence[Piece]) -> list[Piece]:
     """The whole user message of a cell."""
     label = draw.family.label
-    field = [
-        Piece("record", f"{draw.family.record}\n- {label[0].upper()}{label[1:]}: "),
-        Piece("field", draw.values[cell[0]], "field"),
-    ]
+    if draw.phrasing == "record":
+        field = [
+            Piece("record", f"{draw.family.record}\n- {label[0].upper()}{label[1:]}: "),
+            Piece("field", draw.values[cell[0]], "field"),
+        ]
+    else:
+        field = [
+            Piece("record", f'"Hello, I have a question. As far as I can see, the {label} is '),
+            Piece("field", draw.values[cell[0]], "field"),
+            Piece("record", '. Thank you for looking into it."'),
+        ]
     rule = rule_pieces(draw, cell[1])
     head, tail = (field, rule) if draw.order == "value_first" else (rule, field)
     between = Piece("filler", "".join(f"\n- {line}" for line in draw.filler[: draw.between]) + "\n")
