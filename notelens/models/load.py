@@ -13,8 +13,10 @@ import notelens
 from notelens.errors import GateError, InputError, UnsupportedModelError
 from notelens.models import FAMILIES
 from notelens.models.base import FamilySpec
+from notelens.models.checks import check_config, check_raw
 from notelens.models.gate import GateReport, run_gate
 from notelens.models.model import HFNoteModel, library_versions
+from notelens.models.refused import refusal
 from notelens.registry import nearest
 from notelens.zoo.embedded import EMBEDDED, load_embedded
 
@@ -23,10 +25,17 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KERNELS = ("sdpa", "eager")
 GATED_SOURCES = (
+    "attention/gqa.py",
+    "attention/hybrid.py",
+    "attention/mla.py",
+    "attention/move.py",
+    "attention/mrope.py",
     "cache/hf.py",
     "cache/ops.py",
+    "intervene/attended.py",
     "intervene/engine.py",
     "intervene/kernel.py",
+    "models/base.py",
     "models/gate.py",
     "models/model.py",
     "rope.py",
@@ -100,7 +109,8 @@ def load(
 
 
 def _from_transformers(name: str, revision: str | None, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     local = Path(name).expanduser()
     if not local.is_dir() and name.count("/") != 1:
@@ -111,12 +121,20 @@ def _from_transformers(name: str, revision: str | None, dtype: torch.dtype, devi
     source = str(local) if local.is_dir() else name
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
-        family_for(config)
-        hf: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
+        check_raw(PreTrainedConfig.get_config_dict(source, revision=revision)[0], config, config.model_type)
+        auto = getattr(transformers, family_for(config).auto_class)
+        hf, info = auto.from_pretrained(source, revision=revision, dtype=dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RuntimeError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise InputError(f"model {name!r} could not be loaded: {reason}") from e
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if info.get(what):
+            first = sorted(map(str, info[what]))[0]
+            raise UnsupportedModelError(
+                f"{name}: config and weights contradict each other: {len(info[what])} {what.replace('_', ' ')}, first {first}. "
+                "transformers would go on with random or left-out weights; correct config.json or use the right checkpoint"
+            )
     return hf.eval().requires_grad_(False).to(device), tokenizer
 
 
@@ -124,15 +142,20 @@ def family_for(config: Any) -> FamilySpec:
     """The spec of a config's family.
 
     Raises:
-        UnsupportedModelError: no spec knows this ``model_type``; nothing is guessed.
+        UnsupportedModelError: no spec knows this ``model_type``, or the config holds something that the spec does not know;
+            nothing is guessed.
     """
     kind = getattr(config, "model_type", None)
+    if isinstance(kind, str) and (why := refusal(kind)) is not None:
+        raise UnsupportedModelError(f"model type {kind!r} is refused ({why})")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnsupportedModelError(
             f"model type {kind!r} is not supported; supported: {', '.join(FAMILIES.names())}. Positions, windows and caches "
             "are never guessed: add a FamilySpec in notelens/models/families/"
         )
-    return FAMILIES.get(kind)()
+    family = FAMILIES.get(kind)()
+    check_config(family, config)
+    return family
 
 
 def wrap(

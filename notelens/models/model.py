@@ -155,12 +155,17 @@ class HFNoteModel:
         if not token_ids:
             raise CacheError("nothing to run: step back one token and run it again to get its logits")
         if start + len(token_ids) > self.geometry.max_positions:
+            why = f" ({self.geometry.limit})" if self.geometry.limit else ""
             raise CacheError(
-                f"{start + len(token_ids)} tokens exceed the {self.geometry.max_positions} positions of {self.name}"
+                f"{start + len(token_ids)} tokens exceed the {self.geometry.max_positions} positions of {self.name}{why}"
             )
-        if past is not None and past.n_layers != self.geometry.n_layers:
-            raise CacheError(f"the cache has {past.n_layers} layers, {self.name} has {self.geometry.n_layers}")
-        store = to_transformers(past) if past is not None and len(past) else empty_cache()
+        if past is not None:
+            self._check_past(past)
+        store = (
+            to_transformers(past)
+            if past is not None and len(past)
+            else empty_cache(self.geometry.n_layers if self._family.recurrent else 0)
+        )
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)
         with residual_stream(self._family.layers(self._hf), list(residuals_at)) as found:
@@ -176,8 +181,23 @@ class HFNoteModel:
         history = past.history if past is not None else ()
         if start > follows:
             history = (*history, f"tokens at {start}.. behind a gap of {start - follows}")
-        cache = KVCache(cache.keys, cache.values, all_positions, cache.token_ids, history)
+        states = cache.states if past is None else {**past.states, **cache.states}
+        cache = KVCache(cache.keys, cache.values, all_positions, cache.token_ids, history, states)
         return Prefill(cache, hidden.detach(), torch.stack(found) if residuals_at else None)
+
+    def _check_past(self, past: KVCache) -> None:
+        self.geometry.check(past, self.name)
+        if past.dtype != self.dtype or past.device.type != self.device.type:
+            raise CacheError(
+                f"the cache is {past.dtype} on {past.device}, {self.name} is {self.dtype} on {self.device}; use a cache of "
+                "this model"
+            )
+        if self._family.recurrent and len(past) and len(past) not in past.states:
+            raise CacheError(
+                f"{self.name} also keeps a recurrent state, and the cache has none behind its {len(past)} rows: rows were "
+                "moved, cut or joined, and a state cannot be. notelens.intervene.rescan.rescan(model, cache) computes it "
+                "again, at the cost of running all its tokens"
+            )
 
     def answer_logits(self, hidden: Float[Tensor, "*batch d_model"], answer_ids: Sequence[int]) -> Tensor:
         """Logits of ``answer_ids`` ``[*batch, answer]``; only those rows of the unembedding are computed."""
@@ -193,7 +213,9 @@ class HFNoteModel:
         return self._scale(self._family.unembedding(self._hf)(hidden).float())
 
     def _scale(self, logits: Tensor) -> Tensor:
-        cap = self._family.final_softcap(self._family.text_config(self._hf.config))
+        config = self._family.text_config(self._hf.config)
+        cap, factor = self._family.final_softcap(config), self._family.logit_scale(config)
+        logits = logits if factor == 1.0 else logits * factor
         return torch.tanh(logits / cap) * cap if cap is not None else logits
 
     @torch.no_grad()
