@@ -23,6 +23,25 @@ from transformers.cache_utils import (
 from notelens.cache.kv import KVCache, RecurrentState
 from notelens.errors import CacheError, UnsupportedModelError
 
+CONVERSIONS: tuple[tuple[str, str, str], ...] = tuple(
+    (kind, what, f"tests/test_cache_conversion.py::test_{proof}")
+    for kind, what, proof in (
+        ("DynamicCache()", "read and written", "pairs_go_in_and_come_out_again"),
+        (
+            "DynamicCache(config)",
+            "read; refused where a window dropped rows",
+            "a_sliding_cache_that_dropped_rows_is_refused",
+        ),
+        ("DynamicCache of a hybrid", "read with its recurrent state", "a_recurrent_state_is_read_with_its_rows"),
+        ("offloaded", "read, onto one device", "an_offloaded_cache_is_read"),
+        ("StaticCache", "read; refused where a window dropped rows", "a_static_cache_is_read_up_to_its_counter"),
+        ("QuantizedCache", "dequantised, marked approximate", "a_quantised_cache_is_dequantised_and_says_so"),
+        ("fp8 rows", "read with their scale only", "fp8_rows_need_their_scale_and_count_saturation"),
+        ("EncoderDecoderCache, recurrent, unknown", "refused", "what_has_no_rows_is_refused"),
+    )
+)
+"""Kinds of caches, what becomes of them, and the test that shows it."""
+
 
 def empty_cache(n_hybrid: int = 0) -> DynamicCache:
     """A transformers cache that keeps full rows in every layer.

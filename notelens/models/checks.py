@@ -78,8 +78,8 @@ def _unknown_keys(family: FamilySpec, text: Any, kind: str) -> None:
         if key not in family.harmless:
             raise UnsupportedModelError(
                 f"{kind}: the config has a key {key!r} that neither transformers nor notelens knows, so nobody computes what "
-                f"it asks for. If it changes nothing of a forward pass, add it to {type(family).__name__}.harmless or take it out "
-                "of config.json"
+                "it asks for. If it changes nothing of a forward pass, add it to "
+                f"{type(family).__name__}.harmless or remove it from config.json"
             )
         allowed = family.harmless[key]
         if allowed is not None and value not in allowed:
@@ -117,6 +117,6 @@ def check_raw(raw: Mapping[str, Any], config: Any, kind: str) -> None:
     other = next((i for i, (a, b) in enumerate(zip(kinds, by_number, strict=True)) if a != b), None)
     if other is not None:
         raise UnsupportedModelError(
-            f"{kind}: layer {other} is {kinds[other]} by layer_types and {by_number[other]} by sliding_window_pattern {pattern}; "
-            "remove the wrong one from config.json"
+            f"{kind}: layer {other} is {kinds[other]} by layer_types and {by_number[other]} by sliding_window_pattern "
+            f"{pattern}; remove the wrong one from config.json"
         )

@@ -16,6 +16,7 @@ from notelens.models.base import FamilySpec
 from notelens.models.checks import check_config, check_raw
 from notelens.models.gate import GateReport, run_gate
 from notelens.models.model import HFNoteModel, library_versions
+from notelens.models.quant import LARGEST_BYTES, Outputs, drift, in_float32, outputs, quantise_
 from notelens.models.refused import refusal
 from notelens.registry import nearest
 from notelens.zoo.embedded import EMBEDDED, load_embedded
@@ -54,6 +55,7 @@ def load(
     dtype: str = "float32",
     device: str = "cpu",
     attention: str | None = None,
+    quant: str | None = None,
     competence: bool = True,
     allow_ungated: bool = False,
     cache_dir: str | Path | None = None,
@@ -67,18 +69,20 @@ def load(
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         device: ``cpu`` or ``cuda``.
         attention: ``sdpa`` or ``eager``; by default what the family allows (soft-capped attention runs eager only).
+        quant: ``int8``, ``int4`` or ``fp8``: quantise the weights of linear layers (extra ``quant``).
         competence: merge the competence adapter into an embedded model.
         allow_ungated: return the model although it fails the gate; every record then says so.
         cache_dir: for converted weights and gate reports.
         dry_run: instead of the model, a small random one of the same architecture with the embedded tokenizer.
 
     Raises:
-        InputError: no such model, type, device or kernel.
+        InputError: no such model, type, device, kernel or quantisation.
         MissingPackageError: a package that the model needs is not installed.
         UnsupportedModelError: the architecture is not understood.
         GateError: the model failed a check of the gate; the message says which and what to do.
 
-    Cost: loading, a hash over the weights, and a few short forwards the first time.
+    Cost: loading, a hash over the weights, and a few short forwards the first time. Below float32 the same weights are also run
+    in float32 once (twice the memory for that moment, where they are at most 8 GB): the drift stands in every record.
     """
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     if dtype not in DTYPES:
@@ -94,7 +98,9 @@ def load(
     if dry_run:
         from notelens.models.random import random_model
 
-        return wrap(*random_model(name, root), name=f"random:{name}", allow_ungated=allow_ungated, cache_dir=None)
+        hf, tokenizer = random_model(name, root)
+        label = f"random:{name}"
+        return wrap(hf, tokenizer, name=label, quant=quant, allow_ungated=allow_ungated, cache_dir=None)
     if name in EMBEDDED:
         loaded, tokenizer = load_embedded(name, competence=competence, dtype=DTYPES[dtype], cache_dir=root)
         hf: Any = loaded
@@ -104,7 +110,14 @@ def load(
         hf, tokenizer = _from_transformers(name, revision, DTYPES[dtype], device)
         label = name
     return wrap(
-        hf, tokenizer, name=label, revision=revision, attention=attention, allow_ungated=allow_ungated, cache_dir=root
+        hf,
+        tokenizer,
+        name=label,
+        revision=revision,
+        attention=attention,
+        quant=quant,
+        allow_ungated=allow_ungated,
+        cache_dir=root,
     )
 
 
@@ -165,6 +178,7 @@ def wrap(
     name: str,
     revision: str | None = None,
     attention: str | None = None,
+    quant: str | None = None,
     gate: bool = True,
     bridge: bool = True,
     allow_ungated: bool = False,
@@ -174,7 +188,8 @@ def wrap(
 
     Args:
         hf: a causal language model; put into evaluation mode, parameters frozen.
-        gate: run the gate; without it the model carries ``ungated``.
+        quant: quantise the weights of linear layers, in place.
+        gate: run the gate; without it the model carries ``ungated``. Without it no drift is measured either.
         bridge: let the gate check the TransformerBridge too.
         cache_dir: where gate reports are cached; not cached when ``None``.
 
@@ -189,9 +204,14 @@ def wrap(
     if hf.config._attn_implementation != kernel:
         hf.set_attn_implementation(kernel)
     model = HFNoteModel(hf, tokenizer, family, name=name, revision=revision)
+    reference = _reference(model) if gate and (quant is not None or model.dtype != torch.float32) else None
+    if quant is not None:
+        model.quantisation = quantise_(hf, family, quant)
     if not gate:
         model.ungated = True
         return model
+    if reference is not None:
+        model.drift = reference if isinstance(reference, dict) else drift(reference, outputs(model)).as_json()
     model.gate = _gate(model, bridge, Path(cache_dir) if cache_dir is not None else None)
     if not model.gate.passed:
         if not allow_ungated:
@@ -202,6 +222,17 @@ def wrap(
         model.ungated = True
         logger.warning("%s is used although it failed its gate: %s", name, model.gate.failure())
     return model
+
+
+def _reference(model: HFNoteModel) -> Outputs | dict[str, str]:
+    """What the weights compute in float32; the reason where they are too large for that."""
+    n_bytes = 4 * sum(p.numel() for p in model.hf.parameters())
+    if n_bytes > LARGEST_BYTES:
+        return {
+            "not measured": f"the weights take {n_bytes / 2**30:.0f} GiB in float32, more than {LARGEST_BYTES >> 30}"
+        }
+    with in_float32(model.hf):
+        return outputs(model)
 
 
 def _gate(model: HFNoteModel, bridge: bool, cache_dir: Path | None) -> GateReport:

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +20,9 @@ from notelens.errors import CacheError, MissingPackageError, NonFiniteError, Uns
 from notelens.intervene.capture import residual_stream
 from notelens.models.base import FamilySpec, Prefill
 from notelens.models.gate import GateReport
+from notelens.models.quant import Quantisation, plain_tensors
 
-RECORDED_PACKAGES = ("torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
+RECORDED_PACKAGES = ("torch", "transformers", "transformer-lens", "torchao", "numpy", "scikit-learn")
 
 
 def library_versions() -> dict[str, str]:
@@ -54,6 +56,8 @@ class HFNoteModel:
         self._revision = revision
         self.gate: GateReport | None = None
         self.ungated = False
+        self.quantisation: Quantisation | None = None
+        self.drift: dict[str, Any] | None = None
 
     @property
     def hf(self) -> Any:
@@ -85,8 +89,9 @@ class HFNoteModel:
         """SHA-256 over the names and bytes of all parameters (about 1 s per GB)."""
         h = hashlib.sha256()
         for name, tensor in sorted(self._hf.state_dict().items()):
-            h.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            h.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            for part in plain_tensors(tensor):
+                h.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
+                h.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy())
         return h.hexdigest()
 
     @property
@@ -238,4 +243,6 @@ class HFNoteModel:
             "versions": library_versions(),
             "gate": self.gate.as_json() if self.gate is not None else None,
             "ungated": self.ungated,
+            "quantisation": asdict(self.quantisation) if self.quantisation is not None else None,
+            "drift": self.drift,
         }

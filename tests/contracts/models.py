@@ -10,10 +10,12 @@ from functools import cache
 from typing import Any
 
 import torch
+
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import max_difference
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
 from notelens.models.random import build_config, build_model
+from notelens.zoo.cast import cast_
 from tests.oracle.swap import loop_in_forward_swap, prefill_rows, read, swapped_rows
 from tests.tiny import VOCABULARY, tiny_model, wrapped
 
@@ -64,6 +66,7 @@ _MLA: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+_SCALED = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": _DEFAULT_ROPE}),
     "llama3": ("llama", {"rope_parameters": _LLAMA3_ROPE, "head_dim": 16}),
@@ -98,6 +101,30 @@ RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _DEFAULT_ROPE, "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "qwen2": ("qwen2", {"rope_parameters": _DEFAULT_ROPE}),
+    "yarn": ("qwen2", {"rope_parameters": {**_SCALED, "rope_type": "yarn", "factor": 4.0}, "head_dim": 16}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "proportional": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "head_dim": 16,
+        },
+    ),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [4.0, 5.0, 6.0, 7.0],
+                "original_max_position_embeddings": 250,
+            },
+            "original_max_position_embeddings": 250,
+            "max_position_embeddings": 512,
+        },
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {"rope_parameters": _DEFAULT_ROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -156,7 +183,7 @@ def random_hf(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
             if key.endswith("sinks"):  # sinks near zero would hide that they are forgotten
                 parameter.data = 1.0 + torch.randn_like(parameter)
     hf.config.architectures = [type(hf).__name__]  # as checkpoints have it; models made in memory do not
-    return hf.to(dtype).eval()
+    return cast_(hf, dtype).eval()
 
 
 @cache

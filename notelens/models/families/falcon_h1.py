@@ -27,7 +27,7 @@ class FalconH1(FamilySpec):
             UnsupportedModelError: always.
         """
         raise UnsupportedModelError(
-            "a Falcon-H1 layer has three writers (state-space mixer, attention, MLP) with multipliers; their shares are not read"
+            "Falcon-H1 layers have three writers (mixer, attention, MLP) with multipliers, whose shares are not read"
         )
 
     def logit_scale(self, config: Any) -> float:
