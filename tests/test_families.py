@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 import notelens
 from notelens.cache.ops import replace_rows
@@ -18,6 +19,7 @@ from notelens.models.gate import run_gate
 from notelens.models.load import family_for
 from notelens.models.random import build_config
 from tests.contracts import models as contract
+from tests.contracts.published import PUBLISHED
 from tests.tiny import new_tokenizer
 
 NEW = ("qwen2", "qwen3_moe", "phi3", "smollm3", "olmo2", "glm", "glm4", "deepseek_v2", "deepseek_v3", "falcon_h1",
@@ -75,6 +77,14 @@ def test_an_unknown_key_is_refused(kind: str) -> None:
         UnsupportedModelError, match=rf"{kind}: the config has a key 'attention_twist' .*\.harmless or remove it"
     ):
         family_for(config)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_configs_are_understood(kind: str) -> None:
+    config = (
+        build_config(kind, PUBLISHED[kind]) if kind != "qwen2_5_vl" else AutoConfig.for_model(kind, **PUBLISHED[kind])
+    )
+    assert family_for(config).geometry(config).n_layers > 0
 
 
 def test_a_harmless_key_is_harmless_with_harmless_values_only() -> None:

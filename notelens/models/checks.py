@@ -9,16 +9,17 @@ from notelens.models.base import FamilySpec
 
 BOOKKEEPING = frozenset(
     (
-        "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "dtype",
-        "torch_dtype", "model_type", "transformers_version", "quantization_config", "use_cache", "unsloth_version",
-        "unsloth_fixed", "tokenizer_class", "bos_token", "eos_token", "pad_token", "suppress_tokens", "cache_implementation",
-        "tie_encoder_decoder", "is_decoder", "cross_attention_hidden_size", "add_cross_attention", "pruned_heads", "prefix",
-        "finetuning_task", "torchscript", "task_specific_params", "attn_implementation", "_attn_implementation_autoset",
-        "experts_implementation", "_experts_implementation", "_attn_implementation",
-        "head_dim", "tie_word_embeddings",  # read by every decoder, whether its config class declares them or not
+        "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+        "unk_token_id", "dtype", "torch_dtype", "model_type", "transformers_version", "quantization_config", "use_cache",
+        "unsloth_version", "unsloth_fixed", "tokenizer_class", "bos_token", "eos_token", "pad_token", "suppress_tokens",
+        "cache_implementation", "tie_encoder_decoder", "is_decoder", "cross_attention_hidden_size", "add_cross_attention",
+        "pruned_heads", "prefix", "finetuning_task", "torchscript", "task_specific_params", "attn_implementation",
+        "experts_implementation",
+        # read by decoders, whether their config class declares them or not
+        "head_dim", "tie_word_embeddings", "partial_rotary_factor",
     )
 )  # fmt: skip
-"""Keys that name, save or generate and compute nothing, and two that every decoder reads."""
+"""Keys that name, save or generate and compute nothing, and three that decoders read."""
 
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),

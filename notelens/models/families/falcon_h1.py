@@ -12,6 +12,15 @@ class FalconH1(FamilySpec):
     """Falcon-H1 checkpoints: attention rows like Llama's, and a recurrent state beside them."""
 
     model_types = ("falcon_h1",)
+    harmless = {  # noqa: RUF012 - read-only
+        "mamba_use_mlp": (True,),
+        "mlp_expansion_factor": None,
+        "attn_layer_indices": (None,),
+        "time_step_floor": None,
+        "time_step_max": None,
+        "time_step_min": None,
+        "time_step_rank": None,
+    }
     adapter = "hybrid"
     recurrent = True
     bridge_caches = False

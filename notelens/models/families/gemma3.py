@@ -12,6 +12,7 @@ class Gemma3(FamilySpec):
     """Gemma-3 text checkpoints."""
 
     model_types = ("gemma3_text",)
+    harmless = {"hidden_act": ("gelu_pytorch_tanh",), "sliding_window_pattern": None}  # noqa: RUF012 - read-only
     window = window_from_layer_types
     required = {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)}  # noqa: RUF012 - read-only
 

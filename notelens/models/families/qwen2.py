@@ -8,4 +8,5 @@ class Qwen2(FamilySpec):
     """Qwen2 and Qwen2.5 dense checkpoints."""
 
     model_types = ("qwen2",)
+    harmless = {"use_mrope": (False,)}  # noqa: RUF012 - read-only
     window = window_from_layer_types

@@ -12,6 +12,7 @@ class SmolLM3(FamilySpec):
     """SmolLM3 checkpoints. ``no_rope_layers`` holds 1 where a layer *is* rotated; the gate checks it on the keys."""
 
     model_types = ("smollm3",)
+    harmless = {"pretraining_tp": None, "max_window_layers": None}  # noqa: RUF012 - read-only
     window = window_from_layer_types
 
     def rope_theta(self, config: Any, layer: int) -> float | None:
