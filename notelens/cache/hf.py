@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from notelens.cache.kv import KVCache, RecurrentState
+from notelens.cache.ops import slice_rows
 from notelens.errors import CacheError, UnsupportedModelError
 
 CONVERSIONS: tuple[tuple[str, str, str], ...] = tuple(
@@ -188,8 +189,6 @@ def crop(cache: KVCache, n_rows: int) -> KVCache:
         raise CacheError(
             f"{n_rows} rows of a cache that has {len(cache)}; a cache cannot be cropped to nothing or to more"
         )
-    from notelens.cache.ops import slice_rows
-
     return cache if n_rows == len(cache) else slice_rows(cache, 0, n_rows)
 
 
@@ -282,7 +281,14 @@ def leaf_cache(cache: KVCache) -> tuple[DynamicCache, list[torch.Tensor], list[t
 
     Returns:
         The cache, the key leaves and the value leaves, ``[1, kv_head, pos, width]`` per layer.
+
+    Raises:
+        UnsupportedModelError: a hybrid's cache, whose state would carry gradients past the rows.
     """
+    if cache.states:
+        raise UnsupportedModelError(
+            "gradients to rows are not taken in hybrids: the recurrent state carries the same tokens past them"
+        )
     out = DynamicCache()
     keys = [k.detach().clone().unsqueeze(0).requires_grad_(True) for k in cache.keys]
     values = [v.detach().clone().unsqueeze(0).requires_grad_(True) for v in cache.values]

@@ -18,18 +18,13 @@ if TYPE_CHECKING:
     from notelens.intervene.engine import Mode, Reader, Site
 
 
-def expands(model: NoteModel) -> bool:
-    """Whether attention sees other tensors than those stored."""
-    return any(layer.n_kv_heads != layer.n_heads for layer in model.geometry.layers) and model.family.adapter == "mla"
-
-
 def attended_cache(model: NoteModel, cache: KVCache, starts: Sequence[int] = ()) -> KVCache:
     """``cache`` with keys and values as attention sees them, and with the recurrent states behind ``starts`` rows.
 
     The same object where nothing has to be done. Cost: the up-projection of a latent cache once; for a hybrid one forward over
     the tokens in front of the last start that is not known yet.
     """
-    if expands(model):
+    if model.family.latent:
         pairs = [
             model.family.attended(model.hf, i, k, v)
             for i, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True))
@@ -54,7 +49,7 @@ def attended(
     starts = {r.start for r in readers}
     if mode == "in_forward":  # a run begins at the first row of its site that changes anything
         starts |= {p for s in sites for p in s.positions}
-    if not expands(model):
+    if not model.family.latent:
         return attended_cache(model, recipient, sorted(starts)), list(donors), list(sites)
     wanted = sorted({(s.donor, s.parts) for s in sites if s.positions})
     mixed: list[KVCache] = []
@@ -70,4 +65,4 @@ def attended(
     return attended_cache(model, recipient), mixed, moved
 
 
-__all__ = ["attended", "attended_cache", "expands"]
+__all__ = ["attended", "attended_cache"]

@@ -173,6 +173,7 @@ class FamilySpec:
             ``no_rope``, ``sliding``, ``one_table``).
         pairing: which channels of a stored key rotate together.
         recurrent: layers also keep a state that is not stored per token.
+        latent: stored rows are expanded before attention sees them (:meth:`attended`).
         bridge_caches: the TransformerBridge decodes from caches of the plain model.
         auto_class: the transformers class that loads a checkpoint.
         rope_types: kinds of rotation that are understood.
@@ -187,6 +188,7 @@ class FamilySpec:
     adapter: ClassVar[str | None] = None
     pairing: ClassVar[Literal["half", "adjacent"]] = "half"
     recurrent: ClassVar[bool] = False
+    latent: ClassVar[bool] = False
     bridge_caches: ClassVar[bool] = True
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     rope_types: ClassVar[tuple[str, ...]] = (

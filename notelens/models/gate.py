@@ -102,7 +102,7 @@ def run_gate(model: "HFNoteModel", *, bridge: bool = True) -> GateReport:
         ("identity patch changes nothing, bit for bit", probe.identity_patch),
         ("patch engine = copied cache", probe.engine),
     ]
-    windows = sorted({g.window for g in model.geometry.layers if g.window is not None})
+    windows = sorted(_windows(model))
     short = [w for w in windows if w <= LONGEST_WINDOW and w + N_TOKENS <= model.geometry.max_positions]
     if short:
         checks.append(("patch engine = copied cache, beyond the window", lambda: probe.engine(short[-1] + N_TOKENS)))
@@ -137,6 +137,15 @@ def run_gate(model: "HFNoteModel", *, bridge: bool = True) -> GateReport:
             difference, tolerance, detail, passed = None, 0.0, str(e), False
         done.append(Check(name, passed, difference, tolerance, detail))
     return GateReport(tuple(done), "", tuple(notes))
+
+
+def _windows(model: "HFNoteModel") -> set[int]:
+    """Windows that the family names, and the one in the config, which a family may have overlooked."""
+    config = model.family.text_config(model.hf.config)
+    named = {g.window for g in model.geometry.layers if g.window is not None}
+    written = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    return named | ({written} if isinstance(written, int) and used else set())
 
 
 class _Probe:

@@ -244,7 +244,8 @@ def _gate(model: HFNoteModel, bridge: bool, cache_dir: Path | None) -> GateRepor
             return GateReport.from_json(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError):
             logger.warning("the cached gate report %s is damaged; running the gate again", path.name)
-    report = GateReport(run_gate(model, bridge=bridge).checks, key)
+    found = run_gate(model, bridge=bridge)
+    report = GateReport(found.checks, key, found.notes)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")

@@ -13,6 +13,7 @@ class DeepseekV2(FamilySpec):
 
     model_types = ("deepseek_v2",)
     adapter = "mla"
+    latent = True
     pairing = "adjacent"
     bridge_caches = False
     harmless = {  # noqa: RUF012 - read-only
