@@ -311,7 +311,7 @@ def test_refused_rows_say_why(name: str) -> None:
 
 
 def test_a_gguf_order_of_rows_is_seen() -> None:
-    """Rows of query and key weights permuted as in a GGUF file: the logits change, and moved keys stop matching."""
+    """Rows of query and key weights left in the order of a GGUF file compute another model; put back, they are the same."""
     hf = contract.random_hf("llama")
     for layer in hf.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):

@@ -147,6 +147,7 @@ def _rows(store: Any, layer: int, n_tokens: int) -> tuple[torch.Tensor, torch.Te
             raise CacheError(f"layer {layer} of the cache is empty after {n_tokens} tokens: the model ignored it")
         rest_k, rest_v = store.keys, store.values
         k, v = store._dequantize(store._quantized_keys), store._dequantize(store._quantized_values)
+        k, v = store._apply_pending_reorder(k, v)
         if rest_k.numel():  # the newest rows wait unquantised
             k, v = torch.cat([k, rest_k.to(k)], dim=2), torch.cat([v, rest_v.to(v)], dim=2)
         note = f"rows dequantised from {getattr(store, 'nbits', '?')} bits ({kind})"

@@ -158,13 +158,14 @@ def drift(reference: Outputs, found: Outputs) -> Drift:
 
 @contextmanager
 def in_float32(hf: Any) -> Iterator[None]:
-    """The model's own weights in float32 inside the block, and as they were behind it (a wider type loses nothing)."""
-    before = hf.dtype
+    """The model's own weights in float32 inside the block, and bit for bit as they were behind it: widening loses nothing."""
+    before = [(t, t.dtype) for t in (*hf.parameters(), *hf.buffers()) if t.is_floating_point()]
     cast_(hf, torch.float32)
     try:
         yield
     finally:
-        cast_(hf, before)
+        for tensor, dtype in before:
+            tensor.data = tensor.data.to(dtype)
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

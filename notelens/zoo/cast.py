@@ -1,4 +1,4 @@
-"""Changing the type of a model's parameters without touching the tables that rotate its keys."""
+"""Changing the type of a model without touching the tables that rotate its keys."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,12 +7,12 @@ if TYPE_CHECKING:
 
 
 def cast_(model: Any, dtype: "torch.dtype") -> Any:
-    """Give every floating parameter type ``dtype``, in place; returns the model.
+    """Give every floating parameter and buffer type ``dtype``, in place, but for inverse frequencies; returns the model.
 
-    Buffers stay as they are: ``model.to(torch.bfloat16)`` would round the inverse frequencies of RoPE to 8 bits, which turns
-    keys at position 1,000 by up to 2 radians too far. Tied parameters stay tied.
+    ``model.to(torch.bfloat16)`` would round the inverse frequencies of RoPE to 8 bits, which turns keys at position 1,000 by up
+    to 2 radians too far; transformers keeps them in float32 when it loads a checkpoint. Tied parameters stay tied.
     """
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and tensor.dtype != dtype and "inv_freq" not in name:
+            tensor.data = tensor.data.to(dtype)
     return model
