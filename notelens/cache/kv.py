@@ -1,14 +1,27 @@
 """The cached keys and values of one prefilled sequence, as an immutable value."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from notelens.errors import CacheError, NonFiniteError
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What the recurrent layers of a hybrid hold behind some number of tokens; it has no rows.
+
+    Attributes:
+        conv: per layer, the last inputs of the short convolution.
+        scan: per layer, the state of the scan.
+    """
+
+    conv: tuple[Tensor, ...]
+    scan: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class KVCache:
         positions: absolute position of every row, strictly increasing, int64 ``[pos]``.
         token_ids: id of the token of every row.
         history: empty for an exact cache (equal to a fresh prefill of ``token_ids``); otherwise what was done to it.
+        states: of hybrids, the recurrent state behind the first ``n`` rows, for some ``n``; empty for other models.
 
     Raises:
         CacheError: lengths, shapes, dtypes or devices disagree, or positions do not increase.
@@ -34,6 +48,7 @@ class KVCache:
     positions: Int[Tensor, " pos"]
     token_ids: tuple[int, ...]
     history: tuple[str, ...] = ()
+    states: Mapping[int, RecurrentState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
@@ -123,12 +138,13 @@ class KVCache:
     def digest(self) -> str:
         """SHA-256 over ids, positions and every row; equal digests mean bit-identical caches."""
         h = hashlib.sha256(repr((self.token_ids, self.positions.tolist())).encode())
-        for tensor in (*self.keys, *self.values):
+        states = [t for n in sorted(self.states) for t in (*self.states[n].conv, *self.states[n].scan)]
+        for tensor in (*self.keys, *self.values, *states):
             h.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return h.hexdigest()
 
     def replace_tensors(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], *, history: tuple[str, ...]
     ) -> "KVCache":
-        """The same rows' ids and positions with other keys and values and the given history."""
-        return KVCache(tuple(keys), tuple(values), self.positions, self.token_ids, history)
+        """The same rows' ids, positions and recurrent state with other keys and values and the given history."""
+        return KVCache(tuple(keys), tuple(values), self.positions, self.token_ids, history, self.states)

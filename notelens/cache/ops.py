@@ -26,6 +26,7 @@ def slice_rows(cache: KVCache, start: int, stop: int) -> KVCache:
         cache.positions[start:stop],
         cache.token_ids[start:stop],
         history,
+        {n: state for n, state in cache.states.items() if start == 0 and n <= stop},
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from notelens.cache.kv import KVCache
 from notelens.errors import CompetenceError, NonFiniteError, PatchError
+from notelens.intervene.attended import attended_cache
 from notelens.intervene.engine import Reader, check_ends
 from notelens.intervene.kernel import Batch, HeadPatches, engine_attention, run_readers
 from notelens.models.base import NoteModel
@@ -54,6 +55,7 @@ def read_heads(model: NoteModel, cache: KVCache, reader: Reader) -> HeadState:
         PatchError: another model's cache, or a reader that does not fit.
     """
     check_ends(model, cache, (), [reader])
+    cache = attended_cache(model, cache, (reader.start,))
     batch = Batch(cache, reader.start, _positions(cache, reader), record=True)
     ids = torch.tensor([reader.token_ids], device=cache.device)
     with torch.no_grad(), engine_attention(model):
@@ -103,6 +105,7 @@ def head_effects(
         if not heads:
             raise PatchError("a set of heads is empty")
     source = read_heads(model, donor, reader).outputs
+    recipient = attended_cache(model, recipient, (reader.start,))
     order = sorted(range(len(sets)), key=lambda i: min(layer for layer, _ in sets[i]))
     out = torch.empty(len(sets), len(reader.answer_ids))
     ids = torch.tensor([reader.token_ids], device=recipient.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import Parts, check_aligned
 from notelens.errors import NonFiniteError, PatchError
+from notelens.intervene.attended import attended
 from notelens.intervene.kernel import KERNEL, Batch, RowPatches, engine_attention, run_readers
 from notelens.models.base import NoteModel
 
@@ -167,6 +168,7 @@ def swap_effects(
     """
     readers = [reader] if isinstance(reader, Reader) else list(reader)
     _check(model, recipient, donors, sites, readers, mode, prefix)
+    recipient, donors, sites = attended(model, recipient, donors, sites, readers, mode)
     changed = [_Changed(recipient, d) for d in donors]
     live = [entry for i, site in enumerate(sites) if (entry := _live(i, site, recipient, changed, readers, mode))]
     # the unpatched readers run in the same batches; they share every layer with the others, so they ask for the last one

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from notelens.cache.hf import ReadOnlyCache
+from notelens.cache.hf import reader_cache
 from notelens.cache.kv import KVCache
 from notelens.errors import PatchError, UnsupportedModelError
 from notelens.models.base import NoteModel
@@ -307,13 +307,14 @@ def run_readers(
     batch.calls = [0] * n_layers
     shared = first_layer > 0 and token_ids.shape[0] == 1 and batch.positions.shape[0] == 1
     ids = token_ids if shared else token_ids.expand(n_readers, -1)
+    sizes = [1 if shared and layer < first_layer else n_readers for layer in range(n_layers)]
     token = _ACTIVE.set(batch)
     try:
         with _expand_at(model, first_layer, n_readers) if shared else contextlib.nullcontext():
             hidden = model.family.decoder(model.hf)(
                 input_ids=ids,
                 position_ids=batch.positions,
-                past_key_values=ReadOnlyCache(batch.n_base),
+                past_key_values=reader_cache(batch.base, batch.n_base, sizes, recurrent=model.family.recurrent),
                 use_cache=True,
             ).last_hidden_state
     finally:

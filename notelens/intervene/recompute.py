@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from notelens.cache.kv import KVCache
-from notelens.errors import NonFiniteError, PatchError
+from notelens.errors import NonFiniteError, PatchError, UnsupportedModelError
+from notelens.intervene.attended import attended_cache
 from notelens.intervene.engine import DEFAULT_BUDGET_BYTES, MAX_CHUNK
 from notelens.intervene.kernel import Batch, engine_attention, run_readers
 from notelens.models.base import NoteModel
@@ -47,6 +48,7 @@ def recompute_effects(
     Raises:
         PatchError: another model's cache, lengths differ, a row does not exist, ids differ outside the edited rows, or there
             is no answer to read.
+        UnsupportedModelError: a hybrid, whose recurrent layers cannot run scattered rows.
         NonFiniteError: a logit is NaN or infinite.
 
     Cost: ``len(edited) + len(site) + 1`` tokens per site.
@@ -55,6 +57,11 @@ def recompute_effects(
     if stale.n_layers != model.geometry.n_layers:
         raise PatchError(
             f"the cache has {stale.n_layers} layers, the model {model.geometry.n_layers}; use a cache of this model"
+        )
+    if model.family.recurrent:
+        raise UnsupportedModelError(
+            f"{model.name} has recurrent layers, which read every token in order; scattered rows cannot be run again in them. "
+            "Prefill the changed prompt in full"
         )
     if not answer_ids:
         raise PatchError("at least one answer id is needed")
@@ -75,6 +82,7 @@ def recompute_effects(
         if bad:
             raise PatchError(f"row {bad[0]} is outside the rows that the decision reads (0..{n - 2})")
         rows.append((*sorted({*site, *edited}), n - 1))
+    stale = attended_cache(model, stale)
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), rows[i]))
     out = torch.empty(len(rows), len(answer_ids))
     ids = torch.tensor(list(token_ids), device=stale.device)

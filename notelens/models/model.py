@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +20,9 @@ from notelens.errors import CacheError, MissingPackageError, NonFiniteError, Uns
 from notelens.intervene.capture import residual_stream
 from notelens.models.base import FamilySpec, Prefill
 from notelens.models.gate import GateReport
+from notelens.models.quant import Quantisation, plain_tensors
 
-RECORDED_PACKAGES = ("torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
+RECORDED_PACKAGES = ("torch", "transformers", "transformer-lens", "torchao", "numpy", "scikit-learn")
 
 
 def library_versions() -> dict[str, str]:
@@ -54,6 +56,8 @@ class HFNoteModel:
         self._revision = revision
         self.gate: GateReport | None = None
         self.ungated = False
+        self.quantisation: Quantisation | None = None
+        self.drift: dict[str, Any] | None = None
 
     @property
     def hf(self) -> Any:
@@ -85,8 +89,9 @@ class HFNoteModel:
         """SHA-256 over the names and bytes of all parameters (about 1 s per GB)."""
         h = hashlib.sha256()
         for name, tensor in sorted(self._hf.state_dict().items()):
-            h.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            h.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            for part in plain_tensors(tensor):
+                h.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
+                h.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy())
         return h.hexdigest()
 
     @property
@@ -155,12 +160,17 @@ class HFNoteModel:
         if not token_ids:
             raise CacheError("nothing to run: step back one token and run it again to get its logits")
         if start + len(token_ids) > self.geometry.max_positions:
+            why = f" ({self.geometry.limit})" if self.geometry.limit else ""
             raise CacheError(
-                f"{start + len(token_ids)} tokens exceed the {self.geometry.max_positions} positions of {self.name}"
+                f"{start + len(token_ids)} tokens exceed the {self.geometry.max_positions} positions of {self.name}{why}"
             )
-        if past is not None and past.n_layers != self.geometry.n_layers:
-            raise CacheError(f"the cache has {past.n_layers} layers, {self.name} has {self.geometry.n_layers}")
-        store = to_transformers(past) if past is not None and len(past) else empty_cache()
+        if past is not None:
+            self._check_past(past)
+        store = (
+            to_transformers(past)
+            if past is not None and len(past)
+            else empty_cache(self.geometry.n_layers if self._family.recurrent else 0)
+        )
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)
         with residual_stream(self._family.layers(self._hf), list(residuals_at)) as found:
@@ -176,8 +186,23 @@ class HFNoteModel:
         history = past.history if past is not None else ()
         if start > follows:
             history = (*history, f"tokens at {start}.. behind a gap of {start - follows}")
-        cache = KVCache(cache.keys, cache.values, all_positions, cache.token_ids, history)
+        states = cache.states if past is None else {**past.states, **cache.states}
+        cache = KVCache(cache.keys, cache.values, all_positions, cache.token_ids, history, states)
         return Prefill(cache, hidden.detach(), torch.stack(found) if residuals_at else None)
+
+    def _check_past(self, past: KVCache) -> None:
+        self.geometry.check(past, self.name)
+        if past.dtype != self.dtype or past.device.type != self.device.type:
+            raise CacheError(
+                f"the cache is {past.dtype} on {past.device}, {self.name} is {self.dtype} on {self.device}; use a cache of "
+                "this model"
+            )
+        if self._family.recurrent and len(past) and len(past) not in past.states:
+            raise CacheError(
+                f"{self.name} also keeps a recurrent state, and the cache has none behind its {len(past)} rows: rows were "
+                "moved, cut or joined, and a state cannot be. notelens.intervene.rescan.rescan(model, cache) computes it "
+                "again, at the cost of running all its tokens"
+            )
 
     def answer_logits(self, hidden: Float[Tensor, "*batch d_model"], answer_ids: Sequence[int]) -> Tensor:
         """Logits of ``answer_ids`` ``[*batch, answer]``; only those rows of the unembedding are computed."""
@@ -193,7 +218,9 @@ class HFNoteModel:
         return self._scale(self._family.unembedding(self._hf)(hidden).float())
 
     def _scale(self, logits: Tensor) -> Tensor:
-        cap = self._family.final_softcap(self._family.text_config(self._hf.config))
+        config = self._family.text_config(self._hf.config)
+        cap, factor = self._family.final_softcap(config), self._family.logit_scale(config)
+        logits = logits if factor == 1.0 else logits * factor
         return torch.tanh(logits / cap) * cap if cap is not None else logits
 
     @torch.no_grad()
@@ -216,4 +243,6 @@ class HFNoteModel:
             "versions": library_versions(),
             "gate": self.gate.as_json() if self.gate is not None else None,
             "ungated": self.ungated,
+            "quantisation": asdict(self.quantisation) if self.quantisation is not None else None,
+            "drift": self.drift,
         }

@@ -182,14 +182,22 @@ def gate(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     attention: Annotated[str | None, typer.Option(help="sdpa or eager; what the family allows when not given.")] = None,
     revision: Annotated[str | None, typer.Option(help="Commit of a hub model.")] = None,
+    quant: Annotated[str | None, typer.Option(help="int8, int4 or fp8 weights (extra quant).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="On a small random model of the architecture.")] = False,
 ) -> None:
-    """Run the admission gate and show every check."""
+    """Run the admission gate, show every check, and say what is supported for the model and why not."""
     from notelens.models.load import load
+    from notelens.models.support import support_lines
 
-    loaded = load(model, revision=revision, dtype=dtype, device=device, attention=attention, allow_ungated=True)
+    options = {"dtype": dtype, "device": device, "attention": attention, "revision": revision, "dry_run": dry_run}
+    loaded = load(model, quant=quant, allow_ungated=True, **options)
     if loaded.gate is None:
         raise GateError(f"{model}: the gate was not run")
     for line in loaded.gate.lines():
+        typer.echo(line)
+    for note in loaded.gate.notes:
+        typer.echo(f"note {note}")
+    for line in support_lines(loaded):
         typer.echo(line)
     if not loaded.gate.passed:
         raise GateError(f"{model} failed its gate")

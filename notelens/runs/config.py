@@ -41,6 +41,7 @@ class ModelConfig(_Closed):
         dtype: parameter type.
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         attention: kernel of the plain model; what the family allows when absent.
+        quant: quantise the weights of linear layers (extra ``quant``); as they are when absent.
         competence: merge the shipped competence adapter into an embedded model.
         allow_ungated: measure a model that fails its gate; every record then says so.
     """
@@ -50,6 +51,7 @@ class ModelConfig(_Closed):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
     attention: Literal["sdpa", "eager"] | None = None
+    quant: Literal["int8", "int4", "fp8"] | None = None
     competence: bool = True
     allow_ungated: bool = False
 

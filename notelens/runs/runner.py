@@ -142,7 +142,7 @@ def _load(config: RunConfig, loader: Loader | None, dry_run: bool) -> "NoteModel
     c = config.model
     return (loader or default_loader())(
         c.name, revision=c.revision, dtype=c.dtype, device=c.device, attention=c.attention, competence=c.competence,
-        allow_ungated=c.allow_ungated, dry_run=dry_run,
+        allow_ungated=c.allow_ungated, dry_run=dry_run, **({"quant": c.quant} if c.quant is not None else {}),
     )  # fmt: skip
 
 

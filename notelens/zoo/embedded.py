@@ -107,6 +107,8 @@ def load_embedded(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from notelens.zoo.cast import cast_
+
     spec = EMBEDDED[name]
     with contextlib.ExitStack() as stack:
         if cache_dir is None:
@@ -122,7 +124,7 @@ def load_embedded(
                 )
             merge_adapter_(model, spec.adapter_path)
         model.eval().requires_grad_(False)
-        return model.to(dtype or torch.float32), tokenizer
+        return cast_(model, dtype or torch.float32), tokenizer
 
 
 def embedded_tokenizer(name: str, *, cache_dir: Path) -> "PreTrainedTokenizerFast":

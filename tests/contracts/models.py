@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import max_difference
 from notelens.intervene.engine import Reader, Site, SwapEffects, swap_effects
+from notelens.models.random import build_config, build_model
+from notelens.zoo.cast import cast_
 from tests.oracle.swap import loop_in_forward_swap, prefill_rows, read, swapped_rows
 from tests.tiny import VOCABULARY, tiny_model, wrapped
 
@@ -51,6 +52,21 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_MLA: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_SCALED = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": _DEFAULT_ROPE}),
     "llama3": ("llama", {"rope_parameters": _LLAMA3_ROPE, "head_dim": 16}),
@@ -84,6 +100,60 @@ RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"rope_parameters": _DEFAULT_ROPE, "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "qwen2": ("qwen2", {"rope_parameters": _DEFAULT_ROPE}),
+    "yarn": ("qwen2", {"rope_parameters": {**_SCALED, "rope_type": "yarn", "factor": 4.0}, "head_dim": 16}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "proportional": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "head_dim": 16,
+        },
+    ),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [4.0, 5.0, 6.0, 7.0],
+                "original_max_position_embeddings": 250,
+            },
+            "original_max_position_embeddings": 250,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"rope_parameters": _DEFAULT_ROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "phi3": ("phi3", {"rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.75}, "head_dim": 16}),
+    "smollm3": ("smollm3", {"rope_parameters": _DEFAULT_ROPE, "num_hidden_layers": 4}),
+    "olmo2": ("olmo2", {"rope_parameters": _DEFAULT_ROPE}),
+    "glm": ("glm", {"rope_parameters": _DEFAULT_ROPE, "head_dim": 16}),
+    "glm4": ("glm4", {"rope_parameters": _DEFAULT_ROPE, "head_dim": 16}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {"rope_parameters": _DEFAULT_ROPE, **_MLA, "q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": _DEFAULT_ROPE, **_MLA, "q_lora_rank": 12}),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "rope_parameters": _DEFAULT_ROPE,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "key_multiplier": 1.5,
+            "lm_head_multiplier": 0.5,
+        },
+    ),
+    "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 1, 1]}}),
+    "qwen3_vl": ("qwen3_vl", {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [4, 2, 2]}, "head_dim": 16}),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -96,24 +166,24 @@ RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name to (model type, config entries) of small random models, one per family and per kind of rotation."""
 NAMES = ("tiny", *RANDOM)
-MIXTURES = ("mixtral", "gpt_oss")
+MIXTURES = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 SLIDING = ("mistral", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def random_hf(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A fresh random transformers model; the same weights every time."""
     kind, settings = RANDOM[name]
-    config = AutoConfig.for_model(kind, **{**_SMALL, **settings, **overrides})
+    config = build_config(kind, {**_SMALL, **settings, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
-        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        hf = build_model(config)
         for key, parameter in hf.named_parameters():
             if "norm" in key:  # an all-ones norm would hide a norm that is skipped
                 parameter.data += 0.2 * torch.randn_like(parameter)
             if key.endswith("sinks"):  # sinks near zero would hide that they are forgotten
                 parameter.data = 1.0 + torch.randn_like(parameter)
     hf.config.architectures = [type(hf).__name__]  # as checkpoints have it; models made in memory do not
-    return hf.to(dtype).eval()
+    return cast_(hf, dtype).eval()
 
 
 @cache
@@ -229,7 +299,7 @@ def swap_problems(
 
     def slow(site: Site) -> torch.Tensor:
         patched = swapped_rows(base, others[site.donor], site.positions, site.layers, site.kv_heads, site.parts)
-        return read(model.hf, patched, recipient_ids[start:], answers)
+        return read(model.hf, patched, recipient_ids[start:], answers, recipient_ids[:start])
 
     rows = [("baseline", Site(()), found.baseline), *((f"{s}", s, r) for s, r in zip(sites, found.logits, strict=True))]
     for label, site, logits in rows:

@@ -17,20 +17,40 @@ Rows = list[tuple[Tensor, Tensor]]
 Direction = Literal["denoising", "noising"]
 
 
+def is_hybrid(hf: Any) -> bool:
+    """Whether layers keep a recurrent state beside their rows."""
+    return "hybrid" in (getattr(hf.config, "layer_types", None) or ())
+
+
+def new_store(hf: Any) -> DynamicCache:
+    """An empty cache. Made without a config it keeps all rows, also in sliding layers; hybrids need the config."""
+    return DynamicCache(config=hf.config) if is_hybrid(hf) else DynamicCache()
+
+
 @torch.no_grad()
 def prefill_rows(hf: Any, ids: Sequence[int]) -> Rows:
     """Rows of all tokens in all layers, from one forward pass."""
-    store = DynamicCache()  # made without a config it keeps all rows, also in sliding layers
+    store = new_store(hf)
     hf(input_ids=torch.tensor([list(ids)]), past_key_values=store, use_cache=True)
     return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in store.layers]
 
 
 @torch.no_grad()
-def read(hf: Any, rows: Rows, reader_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
-    """Answer logits (float32) behind the last reader token, run on a copy of ``rows``."""
-    store = DynamicCache()
-    for layer, (k, v) in enumerate(rows):
-        store.update(k.clone()[None], v.clone()[None], layer)
+def read(
+    hf: Any, rows: Rows, reader_ids: Sequence[int], answer_ids: Sequence[int], prefix_ids: Sequence[int] = ()
+) -> Tensor:
+    """Answer logits (float32) behind the last reader token, run on a copy of ``rows``.
+
+    A hybrid's recurrent state is that of a run over ``prefix_ids``, whose rows are then replaced.
+    """
+    store = new_store(hf)
+    if is_hybrid(hf):
+        hf(input_ids=torch.tensor([list(prefix_ids)]), past_key_values=store, use_cache=True)
+        for layer, (k, v) in zip(store.layers, rows, strict=True):
+            layer.keys, layer.values = k.clone()[None], v.clone()[None]
+    else:
+        for layer, (k, v) in enumerate(rows):
+            store.update(k.clone()[None], v.clone()[None], layer)
     start = rows[0][0].shape[1]
     positions = torch.arange(start, start + len(reader_ids))[None]
     out = hf(input_ids=torch.tensor([list(reader_ids)]), position_ids=positions, past_key_values=store, use_cache=True)
@@ -89,14 +109,14 @@ def loop_isolated_swap(
         [(k[:, :start], v[:, :start]) for k, v in prefill_rows(hf, i)] for i in (recipient_ids, donor_ids)
     )
     rows = swapped_rows(recipient, donor, positions, layers, heads, parts)
-    return read(hf, rows, recipient_ids[start:], answer_ids)
+    return read(hf, rows, recipient_ids[start:], answer_ids, recipient_ids[:start])
 
 
 class _Patching(DynamicCache):
     """Takes rows from a donor whenever a layer stores the keys and values it has just computed."""
 
-    def __init__(self, donor: Rows, positions: Sequence[int], layers: tuple[int, int]) -> None:
-        super().__init__()
+    def __init__(self, hf: Any, donor: Rows, positions: Sequence[int], layers: tuple[int, int]) -> None:
+        super().__init__(config=hf.config if is_hybrid(hf) else None)
         self.donor, self.rows, self.band = donor, list(positions), layers
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +141,7 @@ def loop_in_forward_swap(
     Later positions and layers see the replaced rows, so they change too: the other kind of swap (DESIGN section 2).
     """
     donor = prefill_rows(hf, donor_ids)
-    store = _Patching(donor, positions, layers if layers is not None else (0, len(donor)))
+    store = _Patching(hf, donor, positions, layers if layers is not None else (0, len(donor)))
     out = hf(input_ids=torch.tensor([list(recipient_ids)]), past_key_values=store, use_cache=True)
     return out.logits[0, -1, list(answer_ids)].float()
 

@@ -12,6 +12,7 @@ class Gemma2(FamilySpec):
     """Gemma-2 checkpoints."""
 
     model_types = ("gemma2",)
+    harmless = {"hidden_act": ("gelu_pytorch_tanh",)}  # noqa: RUF012 - read-only
     window = window_from_layer_types
     eager_only = "soft-capped attention scores"
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from notelens.errors import UnsupportedModelError
 from notelens.models.base import FamilySpec
 from notelens.models.families.sliding import window_from_layer_types
 
@@ -13,25 +12,9 @@ class Gemma3(FamilySpec):
     """Gemma-3 text checkpoints."""
 
     model_types = ("gemma3_text",)
+    harmless = {"hidden_act": ("gelu_pytorch_tanh",), "sliding_window_pattern": None}  # noqa: RUF012 - read-only
     window = window_from_layer_types
-
-    def inv_freq(self, model: Any, layer: int) -> Tensor | None:
-        """Inverse frequencies of the layer's kind."""
-        return getattr(model.model.rotary_emb, f"{model.config.layer_types[layer]}_inv_freq")
-
-    def rope_theta(self, config: Any, layer: int) -> float | None:
-        """Base of the layer's kind.
-
-        Raises:
-            UnsupportedModelError: no base, or a RoPE type that is not known.
-        """
-        rope = config.rope_parameters[config.layer_types[layer]]
-        if rope.get("rope_type", "default") not in self.rope_types or "rope_theta" not in rope:
-            raise UnsupportedModelError(
-                f"{config.model_type}: layer {layer} has rope parameters {rope}; a type of {', '.join(self.rope_types)} and "
-                "a rope_theta are needed"
-            )
-        return float(rope["rope_theta"])
+    required = {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)}  # noqa: RUF012 - read-only
 
     def writers(self, layer: Any) -> tuple[nn.Module, nn.Module]:
         """The norms behind attention and MLP, whose outputs are added to the residual stream."""
