@@ -32,7 +32,9 @@ class Auto(PlannedMethod):
 
     def __init__(self, *, budget: int | float | None = None, plan: Plan | None = None) -> None:
         if budget is not None and (budget <= 0 or (isinstance(budget, float) and budget > 1)):
-            raise EditError(f"budget {budget} is neither a positive number of tokens nor a share of the suffix up to 1.0")
+            raise EditError(
+                f"budget {budget} is neither a positive number of tokens nor a share of the suffix up to 1.0"
+            )
         self.budget, self.plan = budget, plan
 
     def allowed(self, edit: Edit) -> int:

@@ -60,7 +60,9 @@ class EditMethod(ABC):
         n = len(edit.behind)
         k = self.k if isinstance(self.k, int) else max(1, round(self.k * n))
         if k > n:
-            raise BudgetError(f"{self.label}: only {n} rows stand behind field {edit.name!r}; use a smaller K or full_suffix")
+            raise BudgetError(
+                f"{self.label}: only {n} rows stand behind field {edit.name!r}; use a smaller K or full_suffix"
+            )
         return k
 
 

@@ -178,7 +178,8 @@ class EditableContext:
     @property
     def key(self) -> str:
         """Name under which the rows may be stored: model, tokens and, where approximate, the history, so that no approximate
-        context is ever served as an exact one."""
+        context is ever served as an exact one.
+        """
         mark = "exact" if self.exact else f"approximate:{self.history}"
         facts = (self.model.revision, str(self.model.dtype), self.tokens.ids, mark)
         return f"{'exact' if self.exact else 'approximate'}-{hashlib.sha256(repr(facts).encode()).hexdigest()}"
@@ -285,7 +286,9 @@ class EditableContext:
             ids = encode(tokenizer, text + lead + word, templated=True)
             if ids[: len(self)] == self.tokens.ids and len(ids) > len(self) and (lead or not text[-1:].isalnum()):
                 return ids[len(self)]
-        raise AnswerError(f"answer {word!r} changes the tokens at the end of the prompt; end the prompt with another cue")
+        raise AnswerError(
+            f"answer {word!r} changes the tokens at the end of the prompt; end the prompt with another cue"
+        )
 
     def decide(self, answers: Sequence[str]) -> dict[str, float]:
         """Probability of each answer's first token among the answers given.

@@ -50,7 +50,5 @@ class Hoist(EditMethod):
         if not own:
             raise FieldError(f"{self.name}: field {name!r} is part of another field; hoist that one")
         before, after = fill(self.template, name, "\0", self.label_text).split("\0")
-        moved = replace(
-            text, nodes=tuple(Node(self.place, mark=mark) if n in own else n for n in text.nodes)
-        )
+        moved = replace(text, nodes=tuple(Node(self.place, mark=mark) if n in own else n for n in text.nodes))
         return moved.with_line([Node(before, mark=mark), Node(name, field=True, mark=mark), Node(after, mark=mark)])

@@ -73,6 +73,13 @@ def run_line(edit: Edit, text: FieldText, tokens: Tokens, *, fresh: Sequence[int
     made = Rows(merge(base, done.rows), history)
     still = tuple(p for p in edit.moved if p < cut and p not in own) if fresh else ()
     return Outcome(
-        made, done.hidden, text, tokens, at, moved=still, surgery=surgery, dependencies=record,
+        made,
+        done.hidden,
+        text,
+        tokens,
+        at,
+        moved=still,
+        surgery=surgery,
+        dependencies=record,
         first=min(cut, edit.first) if fresh else cut,
     )

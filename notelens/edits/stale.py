@@ -1,7 +1,7 @@
 """Nothing is repaired: the baseline that every repair must beat."""
 
-from notelens.edits.base import Edit, EditMethod, Outcome
 from notelens.cache.rows import Rows
+from notelens.edits.base import Edit, EditMethod, Outcome
 
 
 class Stale(EditMethod):

@@ -269,7 +269,9 @@ def check_value(tokenizer: Any, name: str, value: str) -> str:
         FieldError: it is empty, or holds a special token of the tokenizer.
     """
     if not value.strip():
-        raise FieldError(f"the value of field {name!r} is empty; a cached field needs at least one token (write 'none')")
+        raise FieldError(
+            f"the value of field {name!r} is empty; a cached field needs at least one token (write 'none')"
+        )
     try:
         refuse_special(tokenizer, f"value of field {name!r}", value)
     except SpanError as e:
@@ -305,7 +307,9 @@ def align(old: Tokens, new: Tokens, name: str) -> Alignment:
     """
     before, after = (sorted(t.mentions[name], key=lambda s: s.start) for t in (old, new))
     if len(before) != len(after):
-        raise SeamError(f"field {name!r} is mentioned {len(before)} times in the old prompt, {len(after)} in the new one")
+        raise SeamError(
+            f"field {name!r} is mentioned {len(before)} times in the old prompt, {len(after)} in the new one"
+        )
     kept: list[tuple[int, int, int]] = []
     borders = list(zip([0, *(s.stop for s in before)], [*(s.start for s in before), len(old)], strict=True))
     others = list(zip([0, *(s.stop for s in after)], [*(s.start for s in after), len(new)], strict=True))
@@ -319,7 +323,9 @@ def align(old: Tokens, new: Tokens, name: str) -> Alignment:
         if a < b:
             kept.append((a, b, c))
     edited = tuple(p for span in after for p in span.positions)
-    return Alignment(edited, tuple(kept), tuple((y.stop - y.start) - (x.stop - x.start) for x, y in zip(before, after, strict=True)))
+    return Alignment(
+        edited, tuple(kept), tuple((y.stop - y.start) - (x.stop - x.start) for x, y in zip(before, after, strict=True))
+    )
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
