@@ -131,25 +131,23 @@ def test_values_of_another_length_shift_what_follows(any_model: Any, value: str)
     context = EditableContext.from_text(any_model, TWO, {"a": "f0 w7", "t": "t0"}, rendering="raw")
     fresh = EditableContext.from_text(any_model, TWO, {"a": value, "t": "t0"}, rendering="raw")
     delta = len(fresh) - len(context)
+    behind = len(fresh) - fresh.tokens.positions("a")[-1] - 2
     for method in ("in_place", "edit_local@2", "selective@3", "carrier_window@2", "full_suffix"):
-        made, report = context.edit(
-            "a", value, method, **({"ranking": "chain"} if "@" in method and "local" not in method else {})
-        )
+        options = {"ranking": "chain"} if method.startswith(("selective", "carrier")) else {}
+        made, report = context.edit("a", value, method, **options)
         assert made.tokens.ids == fresh.tokens.ids and made.rows.positions.tolist() == list(range(len(fresh)))
-        assert len(report.rows("moved")) == (
-            0 if delta == 0 or method == "full_suffix" else report.prompt_tokens - 3 - report.tokens_run
-        )
+        ran_behind = report.tokens_run - len(fresh.tokens.positions("a")) - 1
         if method == "full_suffix":
             assert max_difference(made.cache(), fresh.cache()) <= contract.ROW_TOLERANCE
-    everything, report = context.edit(
-        "a", value, f"selective@{len(fresh) - len(fresh.tokens.positions('a')) - 4}", ranking="random"
-    )
+        else:
+            assert len(report.rows("moved")) == (behind - ran_behind if delta else 0)
+    everything, report = context.edit("a", value, f"selective@{behind}", ranking="random")
     assert report.exact and max_difference(everything.cache(), fresh.cache()) <= contract.ROW_TOLERANCE
     moved, _ = context.edit("a", value, "in_place")
-    behind = fresh.tokens.positions("a")[-1] + 1
+    after = fresh.tokens.positions("a")[-1] + 1
     for layer in range(any_model.geometry.n_layers):
         held, before = moved.rows.layer(layer)[1], context.rows.layer(layer)[1]
-        assert torch.equal(held[:, behind:-1], before[:, behind - delta : -1])
+        assert torch.equal(held[:, after:-1], before[:, after - delta : -1])
 
 
 # --- continuing -------------------------------------------------------------------------------------------------------

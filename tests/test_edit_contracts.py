@@ -161,12 +161,8 @@ def test_incomplete_entries_are_noticed() -> None:
 @pytest.mark.parametrize("name", EDITS.names())
 def test_fields_and_values_that_no_method_can_edit(name: str, tiny: Any) -> None:
     context = contract.context(tiny)
-    for field, value, error in (
-        ("b", "f1", FieldError),
-        ("a", " ", FieldError),
-        ("a", "f0", EditError),
-        ("a", "{{x}}", FieldError),
-    ):
+    cases = (("b", "f1", FieldError), ("a", " ", FieldError), ("a", "f0", EditError), ("a", "{{x}}", FieldError))
+    for field, value, error in cases:
         with pytest.raises(error):
             context.edit(field, value, contract.make(EDITS.get(name)))
 

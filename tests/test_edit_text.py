@@ -42,7 +42,7 @@ def test_an_unmarked_field_is_found_by_its_value() -> None:
         template("f0 is f0 , w1", {"status": "f0"})
     both = template("f0 is f0 , w1", {"status": "f0"}, mentions="all")
     assert both.tokenise(TOKENIZER).positions("status") == (0, 2)
-    with pytest.raises(FieldError, match="neither {{status}} nor its value 'f1'"):
+    with pytest.raises(FieldError, match=r"neither \{\{status\}\} nor its value 'f1'"):
         template("f0 is f0", {"status": "f1"})
 
 
@@ -70,7 +70,7 @@ def test_values_that_cannot_be_used() -> None:
         made.with_value(TOKENIZER, "a", " ")
     with pytest.raises(EditError, match="there is no field 'z'"):
         made.with_value(TOKENIZER, "a", "{{z}}")
-    with pytest.raises(FieldError, match="mentions is 'two'|field 'a'"):
+    with pytest.raises(FieldError, match="mentions is 'two'"):
         template("w0 {{a}} w1", {"a": "f0"}, mentions="two")
 
 
@@ -119,7 +119,7 @@ def test_a_real_tokenizer_with_a_chat_template(smollm2_tokenizer: Any) -> None:
     )  # fmt: skip
     tokens = made.tokenise(smollm2_tokenizer)
     decode = smollm2_tokenizer.decode
-    assert decode(list(tokens.ids[p] for p in tokens.positions("status"))).strip() == "pending"
+    assert decode([tokens.ids[p] for p in tokens.positions("status")]).strip() == "pending"
     assert decode(list(tokens.ids[tokens.tail :])).startswith("What now?<|im_end|>")
     assert tokens.text.count("<|im_start|>") == 3
     with pytest.raises(FieldError, match=r"special token '<\|im_end\|>'"):

@@ -51,14 +51,11 @@ class Auto(PlannedMethod):
             BudgetError: field, rest of its line and tail alone need more than the budget.
             EditError: the context has no record of which rows read which.
         """
-        required(edit.context.dependencies)
-        record = edit.dependencies
-        assert record is not None
-        score = record.chain(edit.edited, [edit.last])
+        score = required(edit.dependencies).chain(edit.edited, [edit.last])
         allowed = self.allowed(edit)
         lines = line_ranges(edit)
         behind = set(edit.behind)
-        must = {p for p in range(edit.new.tail, edit.last)} & behind
+        must = set(range(edit.new.tail, edit.last)) & behind
         for a, b in lines:
             if any(a <= p < b for p in edit.edited):
                 must |= set(range(a, b)) & behind

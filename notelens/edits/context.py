@@ -177,8 +177,9 @@ class EditableContext:
 
     @property
     def key(self) -> str:
-        """Name under which the rows may be stored: model, tokens and, where approximate, the history, so that no approximate
-        context is ever served as an exact one.
+        """Name under which the rows may be stored: an approximate context never has the key of an exact one.
+
+        It covers model, type, tokens and, where approximate, the history.
         """
         mark = "exact" if self.exact else f"approximate:{self.history}"
         facts = (self.model.revision, str(self.model.dtype), self.tokens.ids, mark)

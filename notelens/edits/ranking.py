@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from notelens.cache.kv import KVCache
-from notelens.cache.rows import Rows
+from notelens.edits.dependencies import required
 from notelens.edits.edit import Edit, deviation
 from notelens.errors import AnswerError, EditError
 from notelens.intervene.engine import Reader, Site, swap_effects
@@ -60,24 +60,17 @@ def effect(edit: Edit, answers: Sequence[str] | None, seed: int) -> Tensor:
 
 def attention(edit: Edit, answers: Sequence[str] | None, seed: int) -> Tensor:
     """Attention of the last row to every row, summed over layers and heads. Cost: one token."""
-    total = torch.zeros(edit.n)
+    read = torch.zeros(len(edit.old))
 
     def watch(layer: int, query: Tensor, probs: Tensor, columns: Tensor) -> None:
-        total[columns.cpu()] += probs[:, -1].sum(0).float().cpu()
+        read[columns.cpu()] += probs[:, -1].sum(0).float().cpu()
 
-    base = Rows(edit.context.rows.segments)
     last = len(edit.old) - 1
-    done = rerun_rows(edit.model, base, [edit.old.ids[last]], [last], watch=watch if len(edit.old) == edit.n else None)
-    if len(edit.old) != edit.n:
-        by_old = torch.zeros(len(edit.old))
-
-        def watch_old(layer: int, query: Tensor, probs: Tensor, columns: Tensor) -> None:
-            by_old[columns.cpu()] += probs[:, -1].sum(0).float().cpu()
-
-        done = rerun_rows(edit.model, base, [edit.old.ids[last]], [last], watch=watch_old)
-        for old, new in edit.new_row.items():
-            total[new] = by_old[old]
+    done = rerun_rows(edit.model, edit.context.rows, [edit.old.ids[last]], [last], watch=watch)
     edit.meter.planning += done.n_tokens
+    total = torch.zeros(edit.n)
+    for old, new in edit.new_row.items():
+        total[new] = read[old]
     return total
 
 
@@ -90,12 +83,7 @@ def kv_deviation(edit: Edit, answers: Sequence[str] | None, seed: int) -> Tensor
 
 def chain(edit: Edit, answers: Sequence[str] | None, seed: int) -> Tensor:
     """Strength of the best chain of reads from the field through the row to the last one. Cost: no token."""
-    from notelens.edits.dependencies import required
-
-    required(edit.context.dependencies)
-    record = edit.dependencies
-    assert record is not None
-    return record.chain(edit.edited, [edit.last])
+    return required(edit.dependencies).chain(edit.edited, [edit.last])
 
 
 def structure(edit: Edit, answers: Sequence[str] | None, seed: int) -> Tensor:

@@ -323,9 +323,8 @@ def align(old: Tokens, new: Tokens, name: str) -> Alignment:
         if a < b:
             kept.append((a, b, c))
     edited = tuple(p for span in after for p in span.positions)
-    return Alignment(
-        edited, tuple(kept), tuple((y.stop - y.start) - (x.stop - x.start) for x, y in zip(before, after, strict=True))
-    )
+    deltas = tuple(len(y.positions) - len(x.positions) for x, y in zip(before, after, strict=True))
+    return Alignment(edited, tuple(kept), deltas)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

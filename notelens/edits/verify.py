@@ -96,8 +96,9 @@ def verify(
 
 
 def unproven(context: "EditableContext") -> tuple[int, ...]:
-    """Rows that could differ from a fresh prefill: behind the exact ones and, where every layer has a window, within reach of
-    a row that was changed (a difference travels at most one window a layer).
+    """Rows that could differ from a fresh prefill: those behind the exact ones that a change can reach.
+
+    Where every layer has a window, a difference travels at most one window a layer.
     """
     n = len(context)
     windows = [layer.window for layer in context.model.geometry.layers]

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def rerun_rows(
 
     Cost: ``len(token_ids)`` tokens; rows of one layer are copied at a time, none is kept. ``cached`` stays unchanged.
     """
-    if not token_ids or len(token_ids) != len(at) or any(b <= a for a, b in zip(at, at[1:], strict=False)):
+    if not token_ids or len(token_ids) != len(at) or any(b <= a for a, b in pairwise(at)):
         raise PatchError(f"{len(token_ids)} tokens for {len(at)} positions, which must strictly increase")
     if at[0] < 0 or at[-1] >= model.geometry.max_positions:
         raise CacheError(f"positions {at[0]}..{at[-1]} exceed the {model.geometry.max_positions} of {model.name}")

@@ -175,10 +175,8 @@ def purity_problems(model: Any, method: EditMethod) -> list[str]:
                 kind.apply = own
     problems = [f"handed over to {name}" for name in called]
     after = (start.cache().digest(), start.tokens, start.text, start.hidden, model.attention_kernel)
-    if any(
-        a is not b and not bool((a == b) if not hasattr(a, "shape") else (a == b).all())
-        for a, b in zip(before, after, strict=True)
-    ):
+    changed = [a for a, b in zip(before, after, strict=True) if not (a.equal(b) if hasattr(a, "equal") else a == b)]
+    if changed:
         problems.append("the old context or the model was changed")
     return problems
 
