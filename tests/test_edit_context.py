@@ -50,12 +50,12 @@ def two_fields(model: Any, a: str = "f0", t: str = "t0") -> EditableContext:
         ("edit_local@1", {}, OLD),
         ("selective@1", {}, NEW),
         ("selective@1", {"ranking": "chain"}, NEW),
-        ("selective@2", {"ranking": "deviation"}, NEW),
+        ("selective@3", {"ranking": "deviation"}, NEW),
         ("transplant@1", {}, NEW),
         ("carrier_window@1", {}, NEW),
         ("auto", {}, NEW),
-        ("erratum", {"template": "is {value} , "}, OLD),
-        ("field_erratum", {"template": "is {value} , "}, OLD),
+        ("erratum", {"template": " is {value} , "}, OLD),
+        ("field_erratum", {"template": " is {value} , "}, OLD),
     ],
 )
 def test_what_every_method_decides(old: EditableContext, method: str, options: Any, expected: float) -> None:
@@ -73,7 +73,9 @@ def test_the_report_says_which_rows_ran(old: EditableContext) -> None:
     n = len(PAIR.old)
     assert report.rows("run") == (field, NOTE, n - 1) and report.tokens_run == 3
     assert report.rows("kept") == tuple(p for p in range(n) if p not in (field, NOTE, n - 1))
-    assert report.planning_tokens == n + 2 + (n - field - 2) + 1  # donor, in place, one reader per row, the baseline
+    assert (
+        n + 2 < report.planning_tokens <= n + 2 + (n - field - 2) + 1
+    )  # donor, in place, a reader per changed row, baseline
     assert report.suffix_tokens == n - field and report.prompt_tokens == n
     assert report.total_tokens == report.tokens_run + report.planning_tokens
     assert not report.exact and not made.exact and report.history == ("selective@1: field",)
@@ -82,8 +84,8 @@ def test_the_report_says_which_rows_ran(old: EditableContext) -> None:
 
 def test_a_hoisted_field_is_cheap_the_second_time(tiny: Any) -> None:
     context = two_fields(tiny)
-    first, moved = context.edit("a", "f1", "hoist", template="is {value} , ", place="w9")
-    second, again = first.edit("a", "f0", "hoist", template="is {value} , ", place="w9")
+    first, moved = context.edit("a", "f1", "hoist", template=" is {value} , ", place="w9")
+    second, again = first.edit("a", "f0", "hoist", template=" is {value} , ", place="w9")
     assert "moved to the end" in moved.surgery and "already" in again.surgery
     assert moved.tokens_run == len(first) - 3 and first.exact
     assert second.exact and again.rows("run")[0] == second.tokens.positions("a")[0]
@@ -126,8 +128,10 @@ def test_all_values_of_two_fields(tiny: Any) -> None:
             assert margin(context) == pytest.approx(margin(two_fields(tiny, a, t)), abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["tiny", "llama3", "qwen3", "gemma2", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("value", ["f1 w4", "w4 w5 f1", "f1"])
-def test_values_of_another_length_shift_what_follows(any_model: Any, value: str) -> None:
+def test_values_of_another_length_shift_what_follows(name: str, value: str) -> None:
+    any_model = contract.note_model(name)
     context = EditableContext.from_text(any_model, TWO, {"a": "f0 w7", "t": "t0"}, rendering="raw")
     fresh = EditableContext.from_text(any_model, TWO, {"a": value, "t": "t0"}, rendering="raw")
     delta = len(fresh) - len(context)
@@ -207,7 +211,7 @@ def test_continued_text_is_behind_everything_and_errata_follow_it(old: EditableC
 
 
 def test_stacked_errata_and_one_current_erratum(old: EditableContext) -> None:
-    options = {"template": "is {value} , "}
+    options = {"template": " is {value} , "}
     one, _ = old.edit("field", NEW_VALUE, "erratum", **options)
     stacked, _ = one.edit("field", OLD_VALUE, "erratum", stack=True, **options)
     current, _ = one.edit("field", OLD_VALUE, "erratum", **options)
@@ -216,6 +220,30 @@ def test_stacked_errata_and_one_current_erratum(old: EditableContext) -> None:
     for made in (stacked, current):
         fresh = old.model.prefill(made.tokens.ids).cache
         assert max_difference(made.cache(), fresh) <= contract.ROW_TOLERANCE
+
+
+def test_a_line_that_updates_a_field_is_never_left_to_contradict_it(old: EditableContext) -> None:
+    one, _ = old.edit("field", NEW_VALUE, "erratum", template=" is {value} , ")
+    assert one.values["field"] == NEW_VALUE and one.text.values["field"] == OLD_VALUE
+    for method in (
+        "stale",
+        "in_place",
+        "edit_local@2",
+        "selective@2",
+        "transplant@1",
+        "carrier_window@2",
+        "auto",
+        "hoist",
+    ):
+        with pytest.raises(EditError, match="a line of the prompt already updates field 'field'"):
+            one.edit("field", OLD_VALUE, method)
+    for method in ("full_suffix", "full_prefill"):
+        back, report = one.edit("field", OLD_VALUE, method)
+        assert back.exact and back.tokens.ids == old.tokens.ids and report.old == NEW_VALUE
+        assert max_difference(back.cache(), old.cache()) <= contract.ROW_TOLERANCE
+        third, _ = one.edit("field", "f2", method)
+        assert third.exact and third.tokens.text == old.tokens.text.replace(OLD_VALUE, "f2")
+        assert max_difference(third.cache(), old.model.prefill(third.tokens.ids).cache) <= contract.ROW_TOLERANCE
 
 
 # --- files and transformers -------------------------------------------------------------------------------------------
@@ -279,7 +307,7 @@ def test_unchanged_rows_are_shared(method: str) -> None:
     context = EditableContext.from_text(model, text, {"a": "f0"}, rendering="raw")
     options: dict[str, Any] = {"ranking": "chain"} if method.startswith("selective") else {}
     if method == "erratum":
-        options = {"template": "is {value} , "}
+        options = {"template": " is {value} , "}
     made, report = context.edit("a", "f1", method, **options)
     per_row = context.cache().nbytes // len(context)
     assert made.rows.bytes_beyond(context.rows) == report.tokens_run * per_row

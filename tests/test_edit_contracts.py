@@ -27,7 +27,8 @@ from tests.contracts import edits as contract
 from tests.contracts.models import note_model, random_hf
 from tests.tiny import wrapped
 
-FAMILIES = ("tiny", "llama3", "mistral", "gemma3_text", "gpt_oss")
+FAMILIES = ("tiny", "llama3", "gemma2", "gemma3_text", "gpt_oss")
+"""No family whose layers all have a window: the field of the test prompt has left it (see the last tests)."""
 K_METHODS = [name for name in EDITS if EDITS.get(name).takes_k]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from notelens.edits.edit import Edit
-from notelens.edits.report import ExactWhen, Outcome, Plan
+from notelens.edits.report import Errata, ExactWhen, Outcome, Plan
 from notelens.errors import BudgetError, EditError
 
 
@@ -25,6 +25,7 @@ class EditMethod(ABC):
         length_preserving: it needs a new value of as many tokens as the old one.
         append_only: rows in front of the tail are kept as they are.
         exact_when: when its result equals a fresh prefill of its own tokens.
+        errata: what it does where a line already updates the field.
         takes_k: it is written ``name@K``, K rows or a share such as ``15%``.
     """
 
@@ -33,6 +34,7 @@ class EditMethod(ABC):
     length_preserving: ClassVar[bool] = False
     append_only: ClassVar[bool] = False
     exact_when: ClassVar[ExactWhen] = "never"
+    errata: ClassVar[Errata] = "refuse"
     takes_k: ClassVar[bool] = False
     k: int | float = 0
 

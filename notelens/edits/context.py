@@ -157,13 +157,13 @@ class EditableContext:
 
     def __repr__(self) -> str:
         mark = "exact" if self.exact else f"approximate ({'; '.join(self.history)})"
-        fields = ", ".join(f"{k}={v!r}" for k, v in self.text.values.items())
+        fields = ", ".join(f"{k}={v!r}" for k, v in self.values.items())
         return f"EditableContext({len(self)} tokens, {fields}, {mark})"
 
     @property
     def values(self) -> Mapping[str, str]:
-        """Current value of every field."""
-        return self.text.values
+        """Current value of every field: that of a later line where one updates it."""
+        return self.text.current
 
     @property
     def exact(self) -> bool:
@@ -210,7 +210,7 @@ class EditableContext:
         """
         made = resolve(method, **options) if isinstance(method, str) else method
         started = time.perf_counter()
-        edit = Edit(self, field, value, made.label)
+        edit = Edit(self, field, value, made.label, made.errata)
         if made.length_preserving:
             edit.require_equal_length()
         outcome = made.apply(edit)
@@ -226,7 +226,7 @@ class EditableContext:
         made = resolve(method, **options) if isinstance(method, str) else method
         if not isinstance(made, PlannedMethod):
             raise EditError(f"{made.label} chooses no rows, so there is nothing to plan")
-        return made.make_plan(Edit(self, field, value, made.label))
+        return made.make_plan(Edit(self, field, value, made.label, made.errata))
 
     def _edited(self, edit: Edit, method: EditMethod, outcome: Outcome, ms: float) -> Edited:
         n = len(outcome.tokens)
@@ -238,8 +238,8 @@ class EditableContext:
         report = EditReport(
             method=method.label,
             field=edit.name,
-            old=self.text.values[edit.name],
-            new=edit.text.values[edit.name],
+            old=self.values[edit.name],
+            new=edit.value,
             actions=row_actions(outcome),
             tokens_run=edit.meter.repair,
             planning_tokens=edit.meter.planning,

@@ -12,8 +12,8 @@ from notelens.cache.kv import KVCache
 from notelens.cache.ops import slice_rows
 from notelens.cache.rows import Rows, Segment, merge
 from notelens.edits.dependencies import Dependencies, Recorder
-from notelens.edits.report import Meter, Outcome
-from notelens.edits.text import Alignment, Tokens, align
+from notelens.edits.report import Errata, Meter, Outcome
+from notelens.edits.text import Alignment, Tokens, align, common_prefix
 from notelens.errors import EditError, LengthChangeError, WindowError
 from notelens.intervene.rerun import Rerun, rerun_rows
 from notelens.models.base import NoteModel
@@ -30,6 +30,7 @@ class Edit:
         name: the field.
         value: its new value.
         method: name of the method, for messages.
+        errata: what the method does with a line that already updates the field.
 
     Attributes:
         old, new: tokens before and after; ``text`` is the text with the new value.
@@ -37,15 +38,32 @@ class Edit:
         meter: what has been run so far.
     """
 
-    def __init__(self, context: "EditableContext", name: str, value: str, method: str) -> None:
-        self.context, self.name, self.value, self.method = context, name, value, method
+    def __init__(
+        self, context: "EditableContext", name: str, value: str, method: str, errata: Errata = "refuse"
+    ) -> None:
+        self.context, self.name, self.method = context, name, method
         self.model: NoteModel = context.model
         self.text = context.text.with_value(self.model.tokenizer, name, value)
+        self.value = self.text.values[name]
+        if context.values[name] == self.value:
+            raise EditError(f"field {name!r} already is {self.value!r}; there is nothing to edit")
+        drop = name in context.text.updates and errata == "drop"
+        if name in context.text.updates and errata == "refuse":
+            raise EditError(
+                f"{method}: a line of the prompt already updates field {name!r} to {context.values[name]!r} and would contradict "
+                "the new value. Use erratum, which replaces the line, or full_suffix, which leaves it out"
+            )
+        if drop:
+            self.text = self.text.without_updates(name)
         self.old: Tokens = context.tokens
         self.new: Tokens = self.text.tokenise(self.model.tokenizer)
-        if self.old.ids == self.new.ids:
-            raise EditError(f"field {name!r} already is {context.text.values[name]!r}; there is nothing to edit")
-        self.alignment: Alignment = align(self.old, self.new, name)
+        if drop:
+            cut = common_prefix(self.old.ids, self.new.ids)
+            kept = ((0, cut, 0),) if cut else ()
+            self.alignment = Alignment(self.new.positions(name), kept, (len(self.new) - len(self.old),))
+            self.__dict__["first"] = min(cut, self.new.positions(name)[0])
+        else:
+            self.alignment = align(self.old, self.new, name)
         self.meter = Meter()
 
     @property
@@ -68,7 +86,7 @@ class Edit:
         """The first row whose token changed; rows in front of it are the same in a fresh prefill."""
         if self.alignment.length_changes:
             return self.edited[0]
-        return next(p for p in self.edited if self.old.ids[p] != self.new.ids[p])
+        return next((p for p in self.edited if self.old.ids[p] != self.new.ids[p]), self.edited[0])
 
     @cached_property
     def behind(self) -> tuple[int, ...]:

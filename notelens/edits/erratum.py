@@ -17,6 +17,7 @@ class Erratum(EditMethod):
     paper_ref = "section 4 (editable), row erratum"
     append_only = True
     exact_when = "prefix_exact"
+    errata = "replace"
 
     def __init__(self, *, template: str = ERRATUM, label: str | None = None, stack: bool = False) -> None:
         fill(template, "field", "value", label)
@@ -28,6 +29,12 @@ class Erratum(EditMethod):
         Raises:
             SeamError: the line merges with the text in front of it.
         """
-        line = fill(self.template, edit.name, edit.value.strip(), self.label_text)
+        line = fill(self.template, edit.name, edit.value, self.label_text)
         text, tokens = with_line(edit, edit.context.text, line, f"erratum:{edit.name}", drop=not self.stack)
-        return run_line(edit, text, tokens, fresh=(), surgery=f"a line was added: {line.strip()!r}")
+        return run_line(
+            edit,
+            text.with_update(edit.name, edit.value),
+            tokens,
+            fresh=(),
+            surgery=f"a line was added: {line.strip()!r}",
+        )

@@ -14,6 +14,7 @@ class FieldErratum(EditMethod):
     name = "field_erratum"
     paper_ref = "section 4 (editable), row field + erratum"
     exact_when = "covers_all_rows"
+    errata = "replace"
 
     def __init__(self, *, template: str = ERRATUM, label: str | None = None, stack: bool = False) -> None:
         fill(template, "field", "value", label)
@@ -25,6 +26,12 @@ class FieldErratum(EditMethod):
         Raises:
             SeamError: the line merges with the text in front of it.
         """
-        line = fill(self.template, edit.name, edit.value.strip(), self.label_text)
+        line = fill(self.template, edit.name, edit.value, self.label_text)
         text, tokens = with_line(edit, edit.text, line, f"erratum:{edit.name}", drop=not self.stack)
-        return run_line(edit, text, tokens, fresh=edit.edited, surgery=f"a line was added: {line.strip()!r}")
+        return run_line(
+            edit,
+            text.with_update(edit.name, edit.value),
+            tokens,
+            fresh=edit.edited,
+            surgery=f"a line was added: {line.strip()!r}",
+        )

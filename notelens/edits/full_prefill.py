@@ -10,6 +10,7 @@ class FullPrefill(EditMethod):
     name = "full_prefill"
     paper_ref = "section 4 (editable), row full prefill"
     exact_when = "always"
+    errata = "drop"
 
     def apply(self, edit: Edit) -> Outcome:
         """A fresh context. Cost: all tokens of the new prompt."""

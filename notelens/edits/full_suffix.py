@@ -9,6 +9,7 @@ class FullSuffix(EditMethod):
     name = "full_suffix"
     paper_ref = "section 4 (editable), row full suffix recompute"
     exact_when = "prefix_exact"
+    errata = "drop"
 
     def apply(self, edit: Edit) -> Outcome:
         """Equal to a full prefill where the kept rows were. Cost: all tokens from the first changed one on."""

@@ -13,6 +13,8 @@ from notelens.edits.text import FieldText, Tokens
 ExactWhen = Literal["always", "prefix_exact", "covers_all_rows", "never"]
 """``always``: whatever was there before. ``prefix_exact``: rows in front of what it runs were exact. ``covers_all_rows``: as
 before, and it runs every row behind the field. ``never``: rows stay stale."""
+Errata = Literal["refuse", "replace", "drop"]
+"""What a method does where a line already updates the field: it cannot leave the line to contradict the new value."""
 Action = Literal["kept", "moved", "run", "donor"]
 
 

@@ -50,6 +50,7 @@ def save(context: EditableContext, path: str | Path) -> Path:
         "values": dict(text.values),
         "tail": text.tail,
         "pinned": list(text.pinned),
+        "updates": dict(text.updates),
         "row_ids": list(cache.token_ids),
         "history": list(context.history),
         "exact_rows": context.exact_rows,
@@ -105,7 +106,7 @@ def _context(model: NoteModel, path: Path, header: dict[str, Any], tensors: dict
         history,
     )
     nodes = tuple(Node(text, bool(field), mark) for text, field, mark in header["nodes"])
-    text = FieldText(nodes, header["values"], header["tail"], tuple(header["pinned"]))
+    text = FieldText(nodes, header["values"], header["tail"], tuple(header["pinned"]), header["updates"])
     tokens = text.tokenise(model.tokenizer)
     known = Dependencies(tensors["source"], tensors["weight"]) if "source" in tensors else None
     made = EditableContext(

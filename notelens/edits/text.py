@@ -6,7 +6,7 @@ may be mentioned several times. Text is always encoded as a whole, so that rows 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -67,15 +67,18 @@ class FieldText:
         values: value of every field; may hold ``{{other}}``.
         tail: index of the first node of the tail; errata and hoisted fields go in front of it.
         pinned: token ids behind the text (generated or appended), kept as they are.
+        updates: values that a later line states, where they differ from what stands in the field's place.
     """
 
     nodes: tuple[Node, ...]
     values: Mapping[str, str]
     tail: int
     pinned: tuple[int, ...] = ()
+    updates: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
+        for name in ("values", "updates"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     # --- making one -------------------------------------------------------------------------------------------------------
 
@@ -190,6 +193,21 @@ class FieldText:
         head = [n for n in self.nodes[: self.tail] if not drop or n.mark != drop]
         made = [*head, *nodes]
         return replace(self, nodes=(*made, *self.nodes[self.tail :]), tail=len(made))
+
+    def with_update(self, name: str, value: str) -> "FieldText":
+        """The same text, in which a line now states this value."""
+        return replace(self, updates={**self.updates, name: value})
+
+    def without_updates(self, name: str) -> "FieldText":
+        """The same text without the lines that updated a field."""
+        head = [n for n in self.nodes[: self.tail] if n.mark != f"erratum:{name}"]
+        others = {k: v for k, v in self.updates.items() if k != name}
+        return replace(self, nodes=(*head, *self.nodes[self.tail :]), tail=len(head), updates=others)
+
+    @property
+    def current(self) -> dict[str, str]:
+        """The value of every field that counts: what the last line says, otherwise what stands in the field's place."""
+        return {**self.values, **self.updates}
 
     def followed_by(self, ids: Sequence[int]) -> "FieldText":
         """The same text with further tokens behind it."""

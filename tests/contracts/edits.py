@@ -13,7 +13,7 @@ from tests.contracts.models import ROW_TOLERANCE
 
 TEXT = "start parcel is {{a}} , w0 w1 w2 , if {{t}} then , ; w3 w4 , w5 w6 . please decide . : ?"
 EXACT_WHEN = ("always", "prefix_exact", "covers_all_rows", "never")
-LINE = "is {value} , "
+LINE = " is {value} , "
 """Words of the tiny vocabulary."""
 
 
