@@ -50,8 +50,8 @@ class Edit:
         drop = name in context.text.updates and errata == "drop"
         if name in context.text.updates and errata == "refuse":
             raise EditError(
-                f"{method}: a line of the prompt already updates field {name!r} to {context.values[name]!r} and would contradict "
-                "the new value. Use erratum, which replaces the line, or full_suffix, which leaves it out"
+                f"{method}: a line of the prompt already updates field {name!r} to {context.values[name]!r} and would "
+                "contradict the new value. Use erratum, which replaces the line, or full_suffix, which leaves it out"
             )
         if drop:
             self.text = self.text.without_updates(name)
