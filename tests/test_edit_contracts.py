@@ -22,7 +22,7 @@ from notelens.errors import (
     UnknownNameError,
     WindowError,
 )
-from notelens.intervene.rerun import rerun_rows
+from notelens.intervene.run_rows import run_rows
 from tests.contracts import edits as contract
 from tests.contracts.models import note_model, random_hf
 from tests.tiny import wrapped
@@ -67,7 +67,7 @@ class Smuggler(InPlace):
     """Runs rows past the meter."""
 
     def apply(self, edit: Edit) -> Outcome:
-        rerun_rows(edit.model, None, edit.new.ids, range(edit.n))
+        run_rows(edit.model, None, edit.new.ids, range(edit.n))
         return super().apply(edit)
 
 

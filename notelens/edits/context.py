@@ -20,7 +20,7 @@ from notelens.edits.report import EditReport, Outcome, Plan, exact_prefix, row_a
 from notelens.edits.resolve import resolve
 from notelens.edits.text import FieldText, Tokens
 from notelens.errors import AnswerError, CacheError, EditError, SeamError
-from notelens.intervene.rerun import rerun_rows
+from notelens.intervene.run_rows import run_rows
 from notelens.models.base import NoteModel
 from notelens.prompt import Prompt
 from notelens.spans import Rendering, encode
@@ -127,7 +127,7 @@ class EditableContext:
         tokens = text.tokenise(model.tokenizer)
         n = len(tokens)
         recorder = Recorder(model.geometry.n_layers, n) if record else None
-        done = rerun_rows(model, None, tokens.ids, range(n), watch=recorder)
+        done = run_rows(model, None, tokens.ids, range(n), watch=recorder)
         known = recorder.done() if recorder is not None else None
         ms = 1e3 * (time.perf_counter() - started)
         return cls(model, text, tokens, Rows.of(done.rows), done.hidden, n, (), known, (), n, ms)
@@ -146,7 +146,7 @@ class EditableContext:
         if held not in (n - 1, n):
             raise CacheError(f"the cache holds {held} rows, the text has {n} tokens; give the cache of this very text")
         kept = Rows.of(from_transformers(cache, tokens.ids[:held]))
-        done = rerun_rows(model, kept, tokens.ids[-1:], (n - 1,))
+        done = run_rows(model, kept, tokens.ids[-1:], (n - 1,))
         rows = kept if held == n else kept.replaced(done.rows, history=())
         return cls(model, text, tokens, rows, done.hidden, n, build_tokens=1)
 
@@ -310,7 +310,7 @@ class EditableContext:
         recorder = None
         if self.dependencies is not None:
             recorder = Recorder(self.model.geometry.n_layers, n + len(token_ids), self.dependencies)
-        done = rerun_rows(self.model, self.rows, list(token_ids), at, watch=recorder)
+        done = run_rows(self.model, self.rows, list(token_ids), at, watch=recorder)
         made = self.extended(done.rows, done.hidden)
         return made if recorder is None else replace(made, dependencies=recorder.done())
 
@@ -355,7 +355,7 @@ class EditableContext:
     def recorded(self) -> "EditableContext":
         """This context with a record of which rows read which. Cost: one prefill; the rows stay as they are."""
         recorder = Recorder(self.model.geometry.n_layers, len(self))
-        rerun_rows(self.model, None, self.tokens.ids, range(len(self)), watch=recorder)
+        run_rows(self.model, None, self.tokens.ids, range(len(self)), watch=recorder)
         return replace(self, dependencies=recorder.done(), build_tokens=self.build_tokens + len(self))
 
     def generate_inputs(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Dependencies:
 
 
 class Recorder:
-    """Watches a pass of :func:`~notelens.intervene.rerun.rerun_rows` and keeps the strongest reads.
+    """Watches a pass of :func:`~notelens.intervene.run_rows.run_rows` and keeps the strongest reads.
 
     Args:
         n_layers: of the model.

@@ -15,7 +15,7 @@ from notelens.edits.dependencies import Dependencies, Recorder
 from notelens.edits.report import Errata, Meter, Outcome
 from notelens.edits.text import Alignment, Tokens, align, common_prefix
 from notelens.errors import EditError, LengthChangeError, WindowError
-from notelens.intervene.rerun import Rerun, rerun_rows
+from notelens.intervene.run_rows import RowsRun, run_rows
 from notelens.models.base import NoteModel
 
 if TYPE_CHECKING:
@@ -159,12 +159,12 @@ class Edit:
 
     def forward(
         self, kept: Sequence[Segment], at: Sequence[int], *, tokens: Tokens | None = None, planning: bool = False
-    ) -> tuple[Rerun, Dependencies | None]:
+    ) -> tuple[RowsRun, Dependencies | None]:
         """Run rows ``at`` of ``tokens`` (the new prompt) on kept rows, metered."""
         wanted = tokens or self.new
         recorder = self.recorder(len(wanted))
         base = Rows(tuple(kept)) if kept else None
-        done = rerun_rows(self.model, base, [wanted.ids[p] for p in at], at, watch=recorder)
+        done = run_rows(self.model, base, [wanted.ids[p] for p in at], at, watch=recorder)
         if planning:
             self.meter.planning += done.n_tokens
         else:
@@ -193,9 +193,9 @@ class Edit:
                 where[p] = min(after.start + p - before.start, after.stop - 1)
         return known.moved(where, self.n)
 
-    def donor(self) -> Rerun:
+    def donor(self) -> RowsRun:
         """A fresh prefill of the new prompt, booked as planning. Cost: all its tokens."""
-        done = rerun_rows(self.model, None, self.new.ids, range(self.n))
+        done = run_rows(self.model, None, self.new.ids, range(self.n))
         self.meter.planning += done.n_tokens
         return done
 

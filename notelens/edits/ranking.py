@@ -11,7 +11,7 @@ from notelens.edits.dependencies import required
 from notelens.edits.edit import Edit, deviation
 from notelens.errors import AnswerError, EditError
 from notelens.intervene.engine import Reader, Site, swap_effects
-from notelens.intervene.rerun import rerun_rows
+from notelens.intervene.run_rows import run_rows
 from notelens.registry import nearest
 
 Score = Callable[[Edit, Sequence[str] | None, int], Tensor]
@@ -66,7 +66,7 @@ def attention(edit: Edit, answers: Sequence[str] | None, seed: int) -> Tensor:
         read[columns.cpu()] += probs[:, -1].sum(0).float().cpu()
 
     last = len(edit.old) - 1
-    done = rerun_rows(edit.model, edit.context.rows, [edit.old.ids[last]], [last], watch=watch)
+    done = run_rows(edit.model, edit.context.rows, [edit.old.ids[last]], [last], watch=watch)
     edit.meter.planning += done.n_tokens
     total = torch.zeros(edit.n)
     for old, new in edit.new_row.items():

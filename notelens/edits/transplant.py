@@ -7,7 +7,7 @@ from notelens.cache.ops import select_rows
 from notelens.cache.rows import Rows, merge
 from notelens.edits.base import Edit, Outcome, Plan, PlannedMethod
 from notelens.edits.ranking import check_ranking, scores, top
-from notelens.intervene.rerun import Rerun
+from notelens.intervene.run_rows import RowsRun
 
 
 class Transplant(PlannedMethod):
@@ -44,7 +44,7 @@ class Transplant(PlannedMethod):
 
     def repair(self, edit: Edit, rows: Sequence[int]) -> Outcome:
         """Copy the rows, run the last one. Cost: a prefill of the new prompt and one token."""
-        donor: Rerun = edit.donor()
+        donor: RowsRun = edit.donor()
         taken = tuple(sorted({*rows, *edit.edited}))
         part = select_rows(donor.rows, taken)
         history = (*edit.context.rows.history, f"{self.label}: {edit.name}")

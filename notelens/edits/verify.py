@@ -11,7 +11,7 @@ import torch
 from notelens.cache.kv import KVCache
 from notelens.cache.rows import Rows
 from notelens.errors import EditError
-from notelens.intervene.rerun import rerun_rows
+from notelens.intervene.run_rows import run_rows
 from notelens.registry import nearest
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _exact(context: "EditableContext", tolerance: float) -> Verification:
         if wrong:
             first, worst = wrong[0], float("inf")
             break
-        done = rerun_rows(context.model, context.rows, [context.tokens.ids[p] for p in block], block)
+        done = run_rows(context.model, context.rows, [context.tokens.ids[p] for p in block], block)
         run += done.n_tokens
         gaps = _gaps(context.rows, done.rows, block)
         worst = max(worst, float(gaps.max()))
@@ -161,7 +161,7 @@ def _spot(context: "EditableContext", rows: int, share: float, seed: int, tolera
     chosen = sorted(random.Random(f"{seed}/{n}").sample(at, min(rows, len(at))))
     held = context.rows.token_ids
     wrong = [p for p in chosen if held[p] != context.tokens.ids[p]]
-    done = rerun_rows(context.model, context.rows, [context.tokens.ids[p] for p in chosen], chosen, apart=True)
+    done = run_rows(context.model, context.rows, [context.tokens.ids[p] for p in chosen], chosen, apart=True)
     gaps = _gaps(context.rows, done.rows, chosen)
     bad = sorted({*wrong, *(p for p, g in zip(chosen, gaps.tolist(), strict=True) if g > tolerance)})
     return Verification(
@@ -178,7 +178,7 @@ def detection(n: int, checked: int, share: float) -> float:
 
 def _decision(context: "EditableContext") -> Verification:
     n = len(context)
-    fresh = rerun_rows(context.model, None, context.tokens.ids, range(n))
+    fresh = run_rows(context.model, None, context.tokens.ids, range(n))
     ours, theirs = context.next_logits(), context.model.next_logits(fresh.hidden)
     top = theirs.topk(2).values
     same = int(ours.argmax()) == int(theirs.argmax())

@@ -35,7 +35,7 @@ Watch = Callable[[int, Tensor, Float[Tensor, "head query column"], Tensor], None
 
 
 @dataclass(frozen=True)
-class Rerun:
+class RowsRun:
     """What a pass left behind.
 
     Attributes:
@@ -111,7 +111,7 @@ class _LayeredCache(Cache):
 
 
 @torch.no_grad()
-def rerun_rows(
+def run_rows(
     model: NoteModel,
     cached: Rows | None,
     token_ids: Sequence[int],
@@ -119,7 +119,7 @@ def rerun_rows(
     *,
     apart: bool = False,
     watch: Watch | None = None,
-) -> Rerun:
+) -> RowsRun:
     """Run tokens at positions ``at`` on top of cached rows, in one pass.
 
     Args:
@@ -184,7 +184,7 @@ def rerun_rows(
         query.cpu(),
         tuple(int(i) for i in token_ids),
     )
-    return Rerun(rows, hidden, len(token_ids))
+    return RowsRun(rows, hidden, len(token_ids))
 
 
 def _base(cached: Rows | None, at: Sequence[int], apart: bool) -> tuple[Segment, ...]:
@@ -210,7 +210,7 @@ def _attend(
     """The function registered with transformers; masks by position, knows soft caps and sinks."""
     state = _ACTIVE.get()
     if state is None:
-        raise PatchError(f"attention {KERNEL!r} only runs inside rerun_rows; set another attention implementation")
+        raise PatchError(f"attention {KERNEL!r} only runs inside run_rows; set another attention implementation")
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{type(module).__name__} has no layer index; its window cannot be told")
@@ -263,4 +263,4 @@ def _attention(model: NoteModel) -> Iterator[None]:
         model.hf.set_attn_implementation(before)
 
 
-__all__ = ["KERNEL", "Rerun", "Watch", "rerun_rows"]
+__all__ = ["KERNEL", "RowsRun", "Watch", "run_rows"]
