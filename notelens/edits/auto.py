@@ -8,6 +8,7 @@ is spent. All chosen rows run in one pass in order of position, so each sees the
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from notelens.edits.base import Edit, Plan, PlannedMethod
@@ -16,6 +17,10 @@ from notelens.errors import BudgetError, EditError
 
 BASE_TOKENS, SHARE = 60, 0.15
 """Default budget: so many tokens and so much of the suffix; 27 % of it at 600 tokens, 18 % at 2,000."""
+LINE_SHARE = 0.6
+"""Part of what is left behind field, line and tail that whole lines may take; the rest goes to single rows."""
+LONG_LINE = 40
+"""Lines of more rows are also cut behind sentences and clauses."""
 
 
 class Auto(PlannedMethod):
@@ -68,9 +73,9 @@ class Auto(PlannedMethod):
         chosen = set(must)
         groups = [[p for p in range(a, b) if p in behind and p not in chosen] for a, b in lines]
         worth = sorted((g for g in groups if g), key=lambda g: (-max(float(score[p]) for p in g), g[0]))
-        taken = 0
+        taken, room = 0, need + round(LINE_SHARE * (allowed - need))
         for group in worth:
-            if len(chosen) + len(group) + len(edit.edited) + 1 <= allowed:
+            if len(chosen) + len(group) + len(edit.edited) + 1 <= room:
                 chosen |= set(group)
                 taken += 1
         rest = sorted(behind - chosen, key=lambda p: (-float(score[p]), p))
@@ -79,12 +84,19 @@ class Auto(PlannedMethod):
 
 
 def line_ranges(edit: Edit) -> list[tuple[int, int]]:
-    """Rows of every line of the new prompt, the row that ends it included."""
-    decode = edit.model.tokenizer.decode
+    """Rows of every line of the new prompt, the row that ends it included; long lines are cut behind clauses."""
+    texts = [str(edit.model.tokenizer.decode([token])) for token in edit.new.ids]
     found: list[tuple[int, int]] = []
     start = 0
-    for p, token in enumerate(edit.new.ids):
-        if "\n" in str(decode([token])) or p == edit.n - 1:
-            found.append((start, p + 1))
+    for p, text in enumerate(texts):
+        if "\n" in text or p == edit.n - 1:
+            found += _clauses(texts, start, p + 1)
             start = p + 1
     return found
+
+
+def _clauses(texts: Sequence[str], start: int, stop: int) -> list[tuple[int, int]]:
+    if stop - start <= LONG_LINE:
+        return [(start, stop)]
+    cuts = [p + 1 for p in range(start, stop - 1) if texts[p].strip() in (".", ";", ",", ":", "!", "?")]
+    return list(pairwise([start, *cuts, stop]))

@@ -248,7 +248,7 @@ class EditableContext:
             exact=exact,
             history=history,
             surgery=outcome.surgery,
-            appended_only=all(r >= min(first, self.tokens.tail) for r in outcome.run) and not outcome.donor,
+            appended_only=all(r >= self.tokens.tail for r in outcome.run) and not outcome.donor,
             warnings=outcome.warnings,
             facts=outcome.facts,
             ms=ms - edit.meter.planning_ms,

@@ -65,6 +65,7 @@ class Edit:
         else:
             self.alignment = align(self.old, self.new, name)
         self.meter = Meter()
+        self._donor: RowsRun | None = None
 
     @property
     def n(self) -> int:
@@ -136,33 +137,51 @@ class Edit:
         return {new: old for old, new in self.new_row.items()}
 
     def run(
-        self, rows: Iterable[int], *, base: Sequence[Segment] | None = None, planning: bool = False, note: str = ""
+        self,
+        rows: Iterable[int],
+        *,
+        base: Sequence[Segment] | None = None,
+        with_field: bool = True,
+        planning: bool = False,
+        note: str = "",
     ) -> Outcome:
         """Run the field's rows, the given rows and the last row in one pass, in order, on the kept rows.
 
         Args:
             rows: rows of the new prompt.
             base: other kept rows than :attr:`base`.
+            with_field: run the field's rows too; without, ``base`` holds those that are not in ``rows``.
             planning: book the tokens as planning.
             note: entry of the history where the result is approximate.
 
         Raises:
-            WindowError: no later token could see a row that was run, in any layer.
+            WindowError: the last row could see none of the other rows that are run, in any layer.
         """
-        at = tuple(sorted({*rows, *self.edited, self.last}))
+        at = tuple(sorted({*rows, *(self.edited if with_field else ()), self.last}))
         self.check_window(at)
         kept = self.base if base is None else tuple(base)
         done, record = self.forward(kept, at, planning=planning)
         history = (*self.context.rows.history, note or f"{self.method}: {self.name}")
-        made = Rows(merge(Rows(kept).without(_held(kept, at)) if kept else (), done.rows), history)
+        made = placed(kept, done.rows, history)
         return Outcome(made, done.hidden, self.text, self.new, at, moved=self._still_moved(at), dependencies=record)
 
     def forward(
-        self, kept: Sequence[Segment], at: Sequence[int], *, tokens: Tokens | None = None, planning: bool = False
+        self,
+        kept: Sequence[Segment],
+        at: Sequence[int],
+        *,
+        tokens: Tokens | None = None,
+        known: Dependencies | None = None,
+        planning: bool = False,
     ) -> tuple[RowsRun, Dependencies | None]:
-        """Run rows ``at`` of ``tokens`` (the new prompt) on kept rows, metered."""
+        """Run rows ``at`` of ``tokens`` (the new prompt) on kept rows, metered, and keep the record of reads up to date.
+
+        Args:
+            known: the record in the coordinates of ``tokens``; :attr:`dependencies` when ``None``.
+        """
         wanted = tokens or self.new
-        recorder = self.recorder(len(wanted))
+        record = self.dependencies if known is None else known
+        recorder = None if record is None else Recorder(self.model.geometry.n_layers, len(wanted), record)
         base = Rows(tuple(kept)) if kept else None
         done = run_rows(self.model, base, [wanted.ids[p] for p in at], at, watch=recorder)
         if planning:
@@ -170,13 +189,6 @@ class Edit:
         else:
             self.meter.repair += done.n_tokens
         return done, recorder.done() if recorder is not None else None
-
-    def recorder(self, n: int) -> Recorder | None:
-        """Keeps the context's record of reads up to date; ``None`` where it has none."""
-        known = self.context.dependencies
-        if known is None:
-            return None
-        return Recorder(self.model.geometry.n_layers, n, self.dependencies)
 
     @cached_property
     def dependencies(self) -> Dependencies | None:
@@ -193,21 +205,25 @@ class Edit:
                 where[p] = min(after.start + p - before.start, after.stop - 1)
         return known.moved(where, self.n)
 
-    def donor(self) -> RowsRun:
-        """A fresh prefill of the new prompt, booked as planning. Cost: all its tokens."""
-        done = run_rows(self.model, None, self.new.ids, range(self.n))
-        self.meter.planning += done.n_tokens
-        return done
+    def donor(self, *, planning: bool = True) -> RowsRun:
+        """A fresh prefill of the new prompt. Cost: all its tokens, the first time."""
+        if self._donor is None:
+            self._donor = run_rows(self.model, None, self.new.ids, range(self.n))
+            if planning:
+                self.meter.planning += self._donor.n_tokens
+            else:
+                self.meter.repair += self._donor.n_tokens
+        return self._donor
 
     def check_window(self, rows: Iterable[int]) -> None:
-        """Check that the next token can see one of the rows that are run (other than the last) in some layer.
+        """Check that the last row can see one of the other rows that are run, in some layer.
 
         Raises:
             WindowError: it cannot, so running them has no effect on any later token.
         """
         windows = [layer.window for layer in self.model.geometry.layers]
         others = [p for p in rows if p != self.last]
-        if others and all(w is not None and self.n - p >= w for p in others for w in windows):
+        if others and all(w is not None and self.last - p >= w for p in others for w in windows):
             raise WindowError(
                 f"{self.method}: rows {others[0]}..{others[-1]} have left every layer's window "
                 f"({max(w for w in windows if w is not None)} positions, the prompt has {self.n}), so running them again "
@@ -219,9 +235,11 @@ class Edit:
         return tuple(p for p in self.moved if p not in own)
 
 
-def _held(kept: Sequence[Segment], at: Sequence[int]) -> list[int]:
-    taken = set(at)
-    return [i for i, p in enumerate(Rows(tuple(kept)).positions.tolist()) if p in taken]
+def placed(kept: Sequence[Segment], new: KVCache, history: tuple[str, ...]) -> Rows:
+    """Kept rows with new ones in their places; there may be no kept row at all."""
+    if not kept:
+        return Rows(merge((), new), history)
+    return Rows(tuple(kept)).replaced(new, history=history)
 
 
 def deviation(a: KVCache, b: KVCache) -> Tensor:

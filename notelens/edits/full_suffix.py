@@ -15,4 +15,4 @@ class FullSuffix(EditMethod):
         """Equal to a full prefill where the kept rows were. Cost: all tokens from the first changed one on."""
         kept = edit.context.rows.between(0, edit.first)
         at = tuple(range(edit.first, edit.n))
-        return edit.run(at, base=kept, note=f"{self.name}: {edit.name} on an approximate prefix")
+        return edit.run(at, base=kept, with_field=False, note=f"{self.name}: {edit.name} on an approximate prefix")

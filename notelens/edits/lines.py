@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from notelens.cache.rows import Rows, merge
+from notelens.cache.rows import Rows
 from notelens.edits.base import Edit, Outcome
+from notelens.edits.edit import placed
 from notelens.edits.text import FieldText, Node, Tokens, common_prefix
 from notelens.errors import FieldError, SeamError
 from notelens.spans import encode
@@ -68,9 +69,10 @@ def run_line(edit: Edit, text: FieldText, tokens: Tokens, *, fresh: Sequence[int
     own = {p for p in at if p < cut}
     drop = [i for i, p in enumerate(kept.positions.tolist()) if p >= cut or p in own]
     base = kept.without(drop)
-    done, record = edit.forward(base, at, tokens=tokens)
+    known = edit.dependencies if fresh else edit.context.dependencies
+    done, record = edit.forward(base, at, tokens=tokens, known=known)
     history = (*edit.context.rows.history, f"{edit.method}: {edit.name}")
-    made = Rows(merge(base, done.rows), history)
+    made = placed(base, done.rows, history)
     still = tuple(p for p in edit.moved if p < cut and p not in own) if fresh else ()
     return Outcome(
         made,

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from notelens.cache.ops import select_rows
-from notelens.cache.rows import Rows, merge
 from notelens.edits.base import Edit, Outcome, Plan, PlannedMethod
+from notelens.edits.edit import placed
 from notelens.edits.ranking import check_ranking, scores, top
-from notelens.intervene.run_rows import RowsRun
 
 
 class Transplant(PlannedMethod):
@@ -44,20 +43,15 @@ class Transplant(PlannedMethod):
 
     def repair(self, edit: Edit, rows: Sequence[int]) -> Outcome:
         """Copy the rows, run the last one. Cost: a prefill of the new prompt and one token."""
-        donor: RowsRun = edit.donor()
+        donor = edit.donor(planning=False)
         taken = tuple(sorted({*rows, *edit.edited}))
         part = select_rows(donor.rows, taken)
         history = (*edit.context.rows.history, f"{self.label}: {edit.name}")
-        patched = Rows(merge(Rows(edit.base).without(_at(edit, taken)), part), history) if edit.base else Rows.of(part)
+        patched = placed(edit.base, part, history)
         done, record = edit.forward(patched.segments, (edit.last,))
-        made = Rows(patched.replaced(done.rows, history=history).segments, history)
+        made = patched.replaced(done.rows, history=history)
         moved = tuple(p for p in edit.moved if p not in {*taken, edit.last})
         return Outcome(
             made, done.hidden, edit.text, edit.new, (edit.last,), donor=taken, moved=moved, dependencies=record,
             warnings=("needs a fresh prefill of the new prompt: for analysis, not a saving",),
         )  # fmt: skip
-
-
-def _at(edit: Edit, taken: Sequence[int]) -> list[int]:
-    own = set(taken)
-    return [i for i, p in enumerate(Rows(edit.base).positions.tolist()) if p in own]
