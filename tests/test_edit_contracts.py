@@ -1,5 +1,6 @@
 """Every edit method keeps what it declares; a method that does not is noticed; impossible edits raise."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,8 +59,6 @@ class Liar(InPlace):
     """Calls every row run."""
 
     def apply(self, edit: Edit) -> Outcome:
-        from dataclasses import replace
-
         return replace(super().apply(edit), run=tuple(range(edit.n)))
 
 
@@ -112,10 +111,16 @@ class Loose(InPlace):
     """Forgets a row."""
 
     def apply(self, edit: Edit) -> Outcome:
-        from dataclasses import replace
-
         done = super().apply(edit)
         return replace(done, rows=Rows(done.rows.between(0, edit.n - 1), done.rows.history))
+
+
+class Overrun(InPlace):
+    """Reports rows that do not exist."""
+
+    def apply(self, edit: Edit) -> Outcome:
+        done = super().apply(edit)
+        return replace(done, run=(*done.run, edit.n + 1))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ class Loose(InPlace):
         (Vandal, contract.purity_problems, "was changed"),
         (Rigid, contract.length_problems, "without saying so"),
         (Appender, contract.append_problems, "append_only is True"),
-        (Loose, contract.cost_problems, "do not cover"),
+        (Overrun, contract.cost_problems, "do not cover"),
         (Loose, contract.length_problems, "same positions"),
     ],
 )
@@ -192,7 +197,7 @@ def test_names_options_and_rankings_that_do_not_exist(tiny: Any) -> None:
     context = contract.context(tiny)
     with pytest.raises(UnknownNameError, match="did you mean 'full_prefill'"):
         context.edit("a", "f1", "full_prefil")
-    with pytest.raises(EditError, match="unexpected keyword"):
+    with pytest.raises(EditError, match="method 'in_place': InPlace"):
         context.edit("a", "f1", "in_place", depth=3)
     with pytest.raises(EditError, match="unknown ranking 'efect'"):
         context.edit("a", "f1", "selective@2", ranking="efect")

@@ -1,5 +1,6 @@
 """Cached rows as runs of shared storage: what an edit leaves alone is referred to, never copied."""
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -152,12 +153,21 @@ def runs(rows: Iterable[int]) -> list[tuple[int, int]]:
 
 def merge(segments: Sequence[Segment], new: KVCache) -> tuple[Segment, ...]:
     """Segments and the rows of a cache in order of position; both are only referred to."""
-    pieces = list(segments)
     where = new.positions.tolist()
+    pieces = [part for segment in segments for part in _opened(segment, where)]
     starts = [int(s.source.positions[s.start]) for s in pieces]
     cuts = [0, *(i for i in range(1, len(where)) if _split(where[i - 1], where[i], starts)), len(where)]
     pieces += [Segment(new, a, b) for a, b in pairwise(cuts)]
     return tuple(sorted(pieces, key=lambda s: int(s.source.positions[s.start])))
+
+
+def _opened(segment: Segment, positions: Sequence[int]) -> list[Segment]:
+    """A segment cut where positions fall into a gap of it."""
+    own = segment.source.positions[segment.start : segment.stop].tolist()
+    if own[-1] - own[0] == len(own) - 1:
+        return [segment]
+    cuts = sorted({bisect(own, p) for p in positions} - {0, len(own)})
+    return [segment.part(a, b) for a, b in pairwise([0, *cuts, len(own)])]
 
 
 def _split(low: int, high: int, starts: Sequence[int]) -> bool:

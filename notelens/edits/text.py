@@ -141,8 +141,12 @@ class FieldText:
 
         Raises:
             FieldError: the prompt has no such span, or its parts hold different text.
+            SeamError: the prompt's tokens are not those of its text.
         """
-        where = offsets(tokenizer, prompt.text, prompt.token_ids)
+        try:
+            where = offsets(tokenizer, prompt.text, prompt.token_ids)
+        except SpanError as e:
+            raise SeamError(f"the text of prompt {prompt.id!r} encodes to other tokens than the prompt has: {e}") from e
         cuts: list[tuple[int, int, str]] = []
         values: dict[str, str] = {}
         for span, name in names.items():
