@@ -21,6 +21,7 @@ _LAZY = {
     "Reader": "notelens.intervene.engine",
     "swap_effects": "notelens.intervene.engine",
     "note_map": "notelens.circuits.note_map",
+    "EditableContext": "notelens.edits.context",
     "pair_from_text": "notelens.circuits.text_pair",
 }
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from notelens.circuits.text_pair import pair_from_text as pair_from_text
     from notelens.context import Context as Context
     from notelens.context import ContextStore as ContextStore
+    from notelens.edits.context import EditableContext as EditableContext
     from notelens.intervene.engine import Reader as Reader
     from notelens.intervene.engine import Site as Site
     from notelens.intervene.engine import swap_effects as swap_effects

@@ -66,3 +66,27 @@ class CompetenceError(NotelensError):
 
 class RecordError(NotelensError, OSError):
     """A record could not be read or written; what was written before is intact."""
+
+
+class EditError(InputError):
+    """A cached prompt cannot be edited as asked; no other method is put in its place."""
+
+
+class FieldError(EditError):
+    """A field is not in the prompt, is there more often than meant, or its value cannot be used."""
+
+
+class SeamError(EditError):
+    """A value merges with its neighbours into other tokens, so rows outside the field would change."""
+
+
+class LengthChangeError(EditError):
+    """The new value has another number of tokens and the method only replaces rows one by one."""
+
+
+class WindowError(EditError):
+    """No layer's window reaches the rows that would be repaired, so the repair could not have an effect."""
+
+
+class BudgetError(EditError):
+    """A repair needs more tokens than its budget allows, or more rows than there are."""

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 Rendering = Literal["chat", "plain", "raw"]
 RENDERINGS: tuple[Rendering, ...] = ("chat", "plain", "raw")
 PLAIN_CUE = "\nAnswer:"
+PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z_][\w-]*)\s*\}\}")
+"""The place of a field's value in a text, ``{{name}}``."""
 _PARTIAL = "\ufffd"  # what a byte-level tokenizer decodes an unfinished character to
 
 
@@ -137,8 +139,8 @@ def make_prompt(
     """
     content = "".join(p.text for p in pieces)
     for part in [*pieces, Piece("system", system or "")]:
-        _refuse_special(tokenizer, part)
-    text, content_at = _render(tokenizer, content, rendering, system)
+        refuse_special(tokenizer, part.span or part.region, part.text)
+    text, content_at = render(tokenizer, content, rendering, system)
     ids = encode(tokenizer, text, templated=True)
     where = offsets(tokenizer, text, ids)
 
@@ -191,8 +193,12 @@ def answer_token(tokenizer: Any, prompt: Prompt, word: str, rendering: Rendering
     return ids[n]
 
 
-def _render(tokenizer: Any, content: str, rendering: Rendering, system: str | None) -> tuple[str, int]:
-    """The rendered text and where the message begins in it."""
+def render(tokenizer: Any, content: str, rendering: Rendering, system: str | None) -> tuple[str, int]:
+    """The rendered text and where the message begins in it.
+
+    Raises:
+        SpanError: an unknown rendering, no chat template, or a template that does not show the message exactly once.
+    """
     if rendering == "raw":
         return content, 0
     if rendering == "plain":
@@ -226,13 +232,18 @@ def _apply(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _refuse_special(tokenizer: Any, piece: Piece) -> None:
+def refuse_special(tokenizer: Any, what: str, text: str) -> None:
+    """Check that ``text`` holds no special token, which would change the turns of a prompt.
+
+    Raises:
+        SpanError: it does; the message names ``what`` and the token.
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     names = {str(t) for t in tokenizer.all_special_tokens} | {str(t) for t in added.values() if t.special}
-    hit = next((name for name in sorted(names) if name and name in piece.text), None)
+    hit = next((name for name in sorted(names) if name and name in text), None)
     if hit is not None:
         raise SpanError(
-            f"the {piece.span or piece.region} text {piece.text[:60]!r} holds the special token {hit!r}; it would change "
+            f"the {what} text {text[:60]!r} holds the special token {hit!r}; it would change "
             "the turns of the prompt and is refused"
         )
 

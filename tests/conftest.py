@@ -61,3 +61,12 @@ def smollm2() -> Any:
     import notelens
 
     return notelens.load("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> Any:
+    """The tokenizer of the embedded model, with its chat template."""
+    from notelens.models.load import default_cache_dir
+    from notelens.zoo.embedded import embedded_tokenizer
+
+    return embedded_tokenizer("smollm2", cache_dir=default_cache_dir())

@@ -1,14 +1,10 @@
 """A pair of prompts from any text with a marked field, ``{{name}}``."""
 
-import re
-
 from notelens.context import prefill
 from notelens.errors import AnswerError, PairError, SpanError
 from notelens.models.base import NoteModel
 from notelens.prompt import Pair, Prompt
-from notelens.spans import Piece, Rendering, answer_token, make_prompt
-
-PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z_][\w-]*)\s*\}\}")
+from notelens.spans import PLACEHOLDER, Piece, Rendering, answer_token, make_prompt
 
 
 def pair_from_text(

@@ -1,0 +1,266 @@
+"""Rows run again on top of cached ones: the primitive under every repair of a cache.
+
+The given tokens run in one pass at their positions. Each sees the cached rows before it (except those it stands for) and the
+new rows before it, through every layer's own window. The pass goes through the model's own code: a cache object of ours hands
+out the cached rows of one layer at a time, and a function registered with transformers' attention interface masks by position,
+so rows may stand anywhere and the order of columns does not matter. Works for whatever a layer stores, because only the model
+interprets it.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
+
+from notelens.cache.kv import KVCache
+from notelens.cache.rows import Rows, Segment
+from notelens.errors import CacheError, NonFiniteError, PatchError, UnsupportedModelError
+from notelens.models.base import NoteModel
+
+KERNEL = "notelens_rows"
+QUERY_BLOCK = 256
+"""Queries for which attention probabilities are held at once when somebody watches them."""
+
+Watch = Callable[[int, Tensor, Float[Tensor, "head query column"], Tensor], None]
+"""Called as ``(layer, query positions, probabilities, column positions)`` for every block of queries."""
+
+
+@dataclass(frozen=True)
+class RowsRun:
+    """What a pass left behind.
+
+    Attributes:
+        rows: keys and values of the tokens that ran, at their positions.
+        hidden: final-norm output at the last of them, ``[d_model]``.
+        n_tokens: tokens run.
+    """
+
+    rows: KVCache
+    hidden: Float[Tensor, " d_model"]
+    n_tokens: int
+
+
+@dataclass
+class _Pass:
+    """State of one pass, read by the attention function."""
+
+    query: Int[Tensor, " query"]
+    columns: Int[Tensor, " column"]
+    apart: bool
+    windows: tuple[int | None, ...]
+    watch: Watch | None
+    calls: list[int]
+    masks: dict[int | None, Bool[Tensor, "query column"] | None] = field(default_factory=dict)
+
+    def mask(self, layer: int) -> Bool[Tensor, "query column"] | None:
+        """What every query may see, ``None`` where it is everything."""
+        window = self.windows[layer]
+        if window not in self.masks:
+            back = self.query[:, None] - self.columns[None, :]
+            seen = back >= 0 if window is None else (back >= 0) & (back < window)
+            if self.apart:
+                n = len(self.query)
+                seen[:, :-n] &= back[:, :-n] > 0
+                seen[:, -n:] &= torch.eye(n, dtype=torch.bool, device=seen.device)
+            self.masks[window] = None if bool(seen.all()) else seen
+        return self.masks[window]
+
+
+_ACTIVE: contextvars.ContextVar[_Pass | None] = contextvars.ContextVar("notelens_rows_pass", default=None)
+
+
+class _LayeredCache(Cache):
+    """Hands a layer its cached rows followed by the new ones, and keeps the new ones."""
+
+    def __init__(self, base: tuple[Segment, ...]) -> None:
+        super().__init__(layers=[])
+        self.base = Rows(base) if base else None
+        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Cached and new rows of a layer."""
+        self.new[layer_idx] = (key_states[0].detach(), value_states[0].detach())
+        if self.base is None:
+            return key_states, value_states
+        keys, values = self.base.layer(layer_idx, extra=self.new[layer_idx])
+        return keys[None], values[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows in front of the new ones."""
+        return 0 if self.base is None else len(self.base)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset for a mask (the attention function makes its own)."""
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer drops rows."""
+        return []
+
+
+@torch.no_grad()
+def run_rows(
+    model: NoteModel,
+    cached: Rows | None,
+    token_ids: Sequence[int],
+    at: Sequence[int],
+    *,
+    apart: bool = False,
+    watch: Watch | None = None,
+) -> RowsRun:
+    """Run tokens at positions ``at`` on top of cached rows, in one pass.
+
+    Args:
+        model: an admitted model.
+        cached: rows that stay; those at positions in ``at`` are not seen. ``None`` for a prefill.
+        token_ids: ids of the tokens to run.
+        at: their absolute positions, strictly increasing.
+        apart: every token sees the *cached* rows before it and itself, none of the other new rows (a consistency check of
+            single rows).
+        watch: called with attention probabilities; costs the plain softmax instead of the fused kernel.
+
+    Raises:
+        PatchError: no tokens, other positions than tokens, or positions that do not increase.
+        CacheError: a position beyond the model's, or a cache of another model.
+        UnsupportedModelError: the model's attention does not go through the interface, or the cache was ignored.
+        NonFiniteError: the output is NaN or infinite.
+
+    Cost: ``len(token_ids)`` tokens; rows of one layer are copied at a time, none is kept. ``cached`` stays unchanged.
+    """
+    if not token_ids or len(token_ids) != len(at) or any(b <= a for a, b in pairwise(at)):
+        raise PatchError(f"{len(token_ids)} tokens for {len(at)} positions, which must strictly increase")
+    if at[0] < 0 or at[-1] >= model.geometry.max_positions:
+        raise CacheError(f"positions {at[0]}..{at[-1]} exceed the {model.geometry.max_positions} of {model.name}")
+    n_layers = model.geometry.n_layers
+    if cached is not None and cached.n_layers != n_layers:
+        raise CacheError(f"the cache has {cached.n_layers} layers, {model.name} has {n_layers}")
+    base = _base(cached, at, apart)
+    device = model.device
+    query = torch.tensor(list(at), device=device)
+    held = [s.source.positions[s.start : s.stop].to(device) for s in base]
+    state = _Pass(
+        query=query,
+        columns=torch.cat([*held, query]),
+        apart=apart,
+        windows=tuple(layer.window for layer in model.geometry.layers),
+        watch=watch,
+        calls=[0] * n_layers,
+    )
+    store = _LayeredCache(base)
+    token = _ACTIVE.set(state)
+    try:
+        with _attention(model):
+            out = model.family.decoder(model.hf)(
+                input_ids=torch.tensor([list(token_ids)], device=device),
+                position_ids=query[None],
+                past_key_values=store,
+                use_cache=True,
+            )
+    finally:
+        _ACTIVE.reset(token)
+    if state.calls != [1] * n_layers or len(store.new) != n_layers:
+        raise UnsupportedModelError(
+            f"{model.name}: attention ran {state.calls} times per layer and {len(store.new)} of {n_layers} layers used the "
+            "cache; rows can only be run again where both go through transformers' interfaces"
+        )
+    hidden = out.last_hidden_state[0, -1].detach()
+    if not bool(torch.isfinite(out.last_hidden_state).all()):
+        raise NonFiniteError(f"{model.name}: the output of {len(token_ids)} rows is not finite ({model.dtype})")
+    rows = KVCache(
+        tuple(store.new[i][0] for i in range(n_layers)),
+        tuple(store.new[i][1] for i in range(n_layers)),
+        query.cpu(),
+        tuple(int(i) for i in token_ids),
+    )
+    return RowsRun(rows, hidden, len(token_ids))
+
+
+def _base(cached: Rows | None, at: Sequence[int], apart: bool) -> tuple[Segment, ...]:
+    """Cached rows that a token at one of the positions can see."""
+    if cached is None:
+        return ()
+    last, own = at[-1], set() if apart else set(at)
+    unseen = [i for i, p in enumerate(cached.positions.tolist()) if p in own or p > last]
+    return cached.without(unseen) if unseen else cached.segments
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers; masks by position, knows soft caps and sinks."""
+    state = _ACTIVE.get()
+    if state is None:
+        raise PatchError(f"attention {KERNEL!r} only runs inside run_rows; set another attention implementation")
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise UnsupportedModelError(f"{type(module).__name__} has no layer index; its window cannot be told")
+    state.calls[layer] += 1
+    mask = state.mask(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is None and s_aux is None and state.watch is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+    n_heads, n_kv, n_query = query.shape[1], key.shape[1], query.shape[2]
+    blocks: list[Tensor] = []
+    for start in range(0, n_query, QUERY_BLOCK):
+        part = query[0, :, start : start + QUERY_BLOCK] * scale
+        grouped = part.reshape(n_kv, n_heads // n_kv * part.shape[1], -1)
+        scores = torch.bmm(grouped, key[0].transpose(1, 2)).view(n_heads, part.shape[1], -1).float()
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores.masked_fill_(~mask[start : start + QUERY_BLOCK], float("-inf"))
+        if s_aux is not None:
+            sink = s_aux.to(scores).view(-1, 1, 1).expand(-1, part.shape[1], 1)
+            probs = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+        else:
+            probs = torch.softmax(scores, dim=-1)
+        if state.watch is not None:
+            state.watch(layer, state.query[start : start + QUERY_BLOCK], probs, state.columns)
+        mixed = torch.bmm(probs.to(value.dtype).view(n_kv, -1, probs.shape[-1]), value[0])
+        blocks.append(mixed.view(n_heads, part.shape[1], -1))
+    return torch.cat(blocks, dim=1).transpose(0, 1)[None].contiguous(), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The attention function masks by itself."""
+
+
+AttentionInterface.register(KERNEL, _attend)
+AttentionMaskInterface.register(KERNEL, _no_mask)
+
+
+@contextlib.contextmanager
+def _attention(model: NoteModel) -> Iterator[None]:
+    """Switch a model to this attention, and back in any case."""
+    before = model.attention_kernel
+    model.hf.set_attn_implementation(KERNEL)
+    try:
+        yield
+    finally:
+        model.hf.set_attn_implementation(before)
+
+
+__all__ = ["KERNEL", "RowsRun", "Watch", "run_rows"]
