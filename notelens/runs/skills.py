@@ -56,17 +56,20 @@ def compile_(
     before = _read(prefix) if prefix is not None else None
     from notelens.cache.artefact import check_name
     from notelens.cache.library import SkillLibrary
+    from notelens.runs.maps import check_folder
 
     label = check_name(name if name is not None else text.stem)
-    kept = None if dry_run else SkillLibrary(library, budget_bytes)
+    if not dry_run:
+        check_folder(library)
     from notelens.compose import compile_skill
     from notelens.models.load import load
 
     loaded = load(model, dtype=dtype, device=device, attention=attention, revision=revision, dry_run=dry_run)
     skill = compile_skill(loaded, content, name=label, condition=condition.value, prefix=before, scheme=scheme.value)
-    if kept is None:
+    if dry_run:
         typer.echo(f"dry run: {skill!r}; nothing was kept")
         return
+    kept = SkillLibrary(library, budget_bytes)
     entry = kept.put(skill.to_file(), replace=replace)
     typer.echo(f"{entry.name}: {entry.n_tokens} tokens, {entry.n_bytes / 2**20:.1f} MiB, in {kept.path(entry.name)}")
 
