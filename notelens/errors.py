@@ -48,6 +48,14 @@ class PatchError(InputError):
     """A patch cannot be applied: sites out of range, unequal caches, an empty band of layers."""
 
 
+class ComposeError(InputError):
+    """Parts cannot be joined into one context; the message names the part and the way out."""
+
+
+class ArtefactError(InputError):
+    """A file of cached rows is damaged, not such a file at all, or made for another model."""
+
+
 class UnsupportedModelError(NotelensError):
     """The model's architecture, cache or attention path is not understood; nothing is guessed."""
 

@@ -1,4 +1,4 @@
-"""The command line: ``notelens run``, ``map``, ``list``, ``gate`` and ``table``. Importing it imports no torch.
+"""The command line: ``notelens run``, ``map``, ``list``, ``gate``, ``table`` and ``skill``. Importing it imports no torch.
 
 Exit codes: 0 done, 1 something failed on the way (a full disk, non-finite logits), 2 bad input, 3 the model failed its
 gate or is not competent, 130 stopped by Ctrl-C. Errors are one line on stderr that begins with ``error:``.
@@ -26,6 +26,7 @@ from notelens.errors import (
     UnsupportedModelError,
 )
 from notelens.registry import nearest
+from notelens.runs import skills
 from notelens.runs.progress import Progress, Silent
 from notelens.runs.tables import FORMATS, load_table, render
 
@@ -39,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(skills.app, name="skill")
 
 
 class Kind(StrEnum):

@@ -1,37 +1,16 @@
-"""Files that are whole or absent, and a folder that one run holds at a time."""
+"""A folder that one run holds at a time; files that are whole or absent come from :mod:`notelens._files`."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from notelens._files import reason, write_atomic
 from notelens.errors import InputError, RecordError
 
+__all__ = ["LOCK", "held", "make_folder", "reason", "write_atomic"]
+
 LOCK = "run.lock"
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a small file so that a reader sees the old one or the new one, never half of either.
-
-    Raises:
-        RecordError: it could not be written; the old file is intact.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise RecordError(f"{path}: could not be written ({reason(e)}); what was there before is intact") from e
-
-
-def reason(error: OSError) -> str:
-    """What the operating system says, without numbers and paths."""
-    return (error.strerror or str(error) or type(error).__name__).lower()
 
 
 def make_folder(folder: Path) -> None:

@@ -9,6 +9,15 @@ Nothing here returns NaN. What is undefined is ``None`` and carries a flag; each
 numpy is the only import; scipy is loaded by the functions that need a t distribution.
 """
 
+from notelens.stats.agreement import (
+    CONSTANT_ANSWER,
+    CONSTANT_REFERENCE,
+    Agreement,
+    LogitDistance,
+    agreement,
+    gap_recovered,
+    logit_distance,
+)
 from notelens.stats.bootstrap import cluster_bootstrap, cluster_statistic, paired_difference, rank_correlation
 from notelens.stats.estimate import (
     BCA_UNDEFINED,
@@ -28,6 +37,8 @@ from notelens.stats.significance import Equivalence, benjamini_hochberg, holm, m
 
 __all__ = [
     "BCA_UNDEFINED",
+    "CONSTANT_ANSWER",
+    "CONSTANT_REFERENCE",
     "DEGENERATE_RESAMPLES",
     "FEW_CLUSTERS",
     "ICC_UNDEFINED",
@@ -37,13 +48,18 @@ __all__ = [
     "SINGLE_INSTANCE",
     "UNDEFINED",
     "ZERO_WIDTH",
+    "Agreement",
     "Equivalence",
     "Estimate",
+    "LogitDistance",
+    "agreement",
     "benjamini_hochberg",
     "cluster_bootstrap",
     "cluster_rate",
     "cluster_statistic",
+    "gap_recovered",
     "holm",
+    "logit_distance",
     "mcnemar_exact",
     "paired_difference",
     "rank_correlation",
