@@ -52,9 +52,10 @@ def encode(tokenizer: Any, text: str, *, templated: bool = False) -> tuple[int, 
         templated: the text comes from a chat template (or must stay bare) and is encoded as it is.
 
     Raises:
-        SpanError: the text is empty, or begins with two such tokens.
+        SpanError: the text is empty, begins with two such tokens, or holds a word that the tokenizer does not know.
     """
     ids = [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+    _refuse_unknown(tokenizer, text, ids)
     bos = bos_text(tokenizer)
     if bos is not None:
         bos_id = int(tokenizer.bos_token_id)
@@ -65,6 +66,17 @@ def encode(tokenizer: Any, text: str, *, templated: bool = False) -> tuple[int, 
     if not ids:
         raise SpanError("nothing to encode: the text has no tokens")
     return tuple(ids)
+
+
+def _refuse_unknown(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
+    """Refuse text that a tokenizer without a byte fallback would replace by its token for unknown words."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown not in ids or tokenizer.unk_token in text:
+        return
+    words = re.findall(r"\w+|[^\w\s]", text)
+    lost = [w for w in dict.fromkeys(words) if unknown in tokenizer.encode(w, add_special_tokens=False)]
+    shown = ", ".join(map(repr, lost[:5])) or "a word"
+    raise SpanError(f"{shown} in the text: not in the vocabulary of this tokenizer; use words that it knows")
 
 
 def bos_text(tokenizer: Any) -> str | None:

@@ -20,6 +20,7 @@ from notelens.models.quant import LARGEST_BYTES, Outputs, drift, in_float32, out
 from notelens.models.refused import refusal
 from notelens.registry import nearest
 from notelens.zoo.embedded import EMBEDDED, load_embedded
+from notelens.zoo.organisms import PREFIX, load_organism, organisms
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def load(
     """Load a model and admit it.
 
     Args:
-        name: an embedded model (``smollm2``), a local folder, or a Hugging Face id.
+        name: an embedded model (``smollm2``), an organism (``organism-qwen3``), a local folder, or a Hugging Face id.
         revision: commit of a hub model.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         device: ``cpu`` or ``cuda``.
@@ -106,6 +107,11 @@ def load(
         hf: Any = loaded
         hf.to(device)
         label, revision = (name if competence else f"{name}-bare"), None
+    elif name in organisms():
+        small, tokenizer = load_organism(name, dtype=DTYPES[dtype])
+        hf = small
+        hf.to(device)
+        label, revision = name, None
     else:
         hf, tokenizer = _from_transformers(name, revision, DTYPES[dtype], device)
         label = name
@@ -126,10 +132,10 @@ def _from_transformers(name: str, revision: str | None, dtype: torch.dtype, devi
     from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     local = Path(name).expanduser()
-    if not local.is_dir() and name.count("/") != 1:
+    if not local.is_dir() and (name.count("/") != 1 or name.startswith(PREFIX)):
         raise InputError(
-            f"unknown model {name!r}; {nearest(name, sorted(EMBEDDED))} Otherwise give a local folder or a Hugging Face id "
-            "such as 'Qwen/Qwen3-4B'"
+            f"unknown model {name!r}; {nearest(name, sorted((*EMBEDDED, *organisms())))} Otherwise give a local folder or a "
+            "Hugging Face id such as 'Qwen/Qwen3-4B'"
         )
     source = str(local) if local.is_dir() else name
     try:

@@ -10,6 +10,7 @@ import torch
 from notelens.errors import InputError
 from notelens.models import FAMILIES
 from notelens.zoo.embedded import EMBEDDED, embedded_tokenizer
+from notelens.zoo.organisms import organisms
 
 KNOWN_ARCHITECTURES = {
     "Qwen/Qwen3-8B": "qwen3",
@@ -75,13 +76,15 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def architecture(name: str) -> str:
-    """``model_type`` of an embedded model, a known hub id, a family name, or a local folder.
+    """``model_type`` of an embedded model, an organism, a known hub id, a family name, or a local folder.
 
     Raises:
         InputError: none of these.
     """
     if name in EMBEDDED:
         return "llama"
+    if name in organisms():
+        return str(organisms()[name].card["config"]["model_type"])
     if name in FAMILIES:
         return name
     if name in KNOWN_ARCHITECTURES:

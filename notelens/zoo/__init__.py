@@ -1,5 +1,15 @@
-"""Embedded models: real pretrained weights that come with a Python package, and adapters shipped with the library."""
+"""Models that come with a package: embedded pretrained weights with shipped adapters, and organisms trained from scratch."""
 
 from notelens.zoo.embedded import EMBEDDED, EmbeddedSpec, embedded_tokenizer, load_embedded
+from notelens.zoo.organisms import OrganismSpec, load_organism, organism_tokenizer, organisms
 
-__all__ = ["EMBEDDED", "EmbeddedSpec", "embedded_tokenizer", "load_embedded"]
+__all__ = [
+    "EMBEDDED",
+    "EmbeddedSpec",
+    "OrganismSpec",
+    "embedded_tokenizer",
+    "load_embedded",
+    "load_organism",
+    "organism_tokenizer",
+    "organisms",
+]

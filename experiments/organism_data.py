@@ -1,0 +1,209 @@
+"""What organisms are trained on: conversations in the organisms' language, and repeated random words.
+
+A conversation holds several decisions (a first request, then updates with new requests, look-ups), because a model learns
+from decisions and a sequence with four of them costs little more than one with a single decision. Every evaluation is on
+prompts with one request. All text is ordinary; nothing is ever patched.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from notelens.spans import PLAIN_CUE
+from notelens.tasks.organism import N_TRAINED, held_out, make_scene, organism_families, pairings
+from notelens.tasks.organism_text import KIND_FORMS, LOOKUP_REQUEST, Scene, scene_pieces, target_text
+from notelens.tasks.render import Order
+from notelens.tasks.scenarios import Family
+
+TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
+ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.2, 0.2
+"""Loss weights of answer words, of the steps of a chain, and of the arguments of a call."""
+FORM_WEIGHTS = {"two_clause": 0.2, "polarity": 0.3, "swapped": 0.2, "negated": 0.3}
+PLAIN_SHARE, POOLED_SHARE = 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a stretch of training draws from.
+
+    Attributes:
+        kinds, modes: weights.
+        rule_first: share of conversations with the rule before the field.
+        lines: most filler lines.
+        turns: most further turns.
+    """
+
+    kinds: Mapping[str, float]
+    modes: Mapping[str, float]
+    rule_first: float
+    lines: int
+    turns: int
+
+
+EASY = Mix({"gated": 0.7, "lookup": 0.3}, {"act": 1.0}, 0.0, 2, 3)
+NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
+FULL = Mix(
+    {"gated": 0.4, "multi_hop": 0.2, "two_fact": 0.15, "update": 0.15, "lookup": 0.1},
+    {"act": 0.6, "think": 0.2, "call": 0.2},
+    0.4, 4, 3,
+)  # fmt: skip
+
+
+@dataclass
+class Sample:
+    """Token ids with a loss weight each.
+
+    Attributes:
+        ids, weights: of equal length.
+        answers: indices of answer words.
+        field_at: index of the field's value in the first prompt, ``None`` for repeated words.
+        other_value: id of the value that would flip the conclusion.
+    """
+
+    ids: list[int] = field(default_factory=list[int])
+    weights: list[float] = field(default_factory=list[float])
+    answers: list[int] = field(default_factory=list[int])
+    field_at: int | None = None
+    other_value: int = 0
+
+    def add(self, vocab: Mapping[str, int], text: str, weight: float = 0.0) -> None:
+        """Append the tokens of ``text``."""
+        new = [vocab[w] for w in TOKEN.findall(text.lower())]
+        self.ids += new
+        self.weights += [weight] * len(new)
+
+    def add_answer(self, vocab: Mapping[str, int], text: str, at: int, word: str) -> None:
+        """Append a supervised answer whose decisive word begins at character ``at``."""
+        self.add(vocab, text[:at], CHAIN_WEIGHT)
+        self.answers.append(len(self.ids))
+        self.add(vocab, word, ANSWER_WEIGHT)
+        self.add(vocab, text[at + len(word) :], ARGUMENT_WEIGHT)
+
+
+def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: int | None = None) -> Sample:
+    """One conversation; ``lines`` fixes the number of filler lines."""
+    scene, cell = _first_scene(rng, mix, lines)
+    value, rule = scene.draw.values[cell[0]], cell[1]
+    mode = _pick(rng, mix.modes)
+    sample = Sample()
+    plain = rng.random() < PLAIN_SHARE
+    sample.add(vocab, "<s>" if plain else "<s><user>")
+    for piece in scene_pieces(scene, cell, mode):
+        if piece.span == "field":
+            sample.field_at = len(sample.ids)
+        sample.add(vocab, piece.text)
+    sample.other_value = vocab[next(v for v in scene.draw.values if v != value)]
+    sample.add(vocab, PLAIN_CUE if plain else "<end><assistant>")
+    if plain:
+        sample.add_answer(vocab, *_answer(scene, value, rule, mode))
+        return sample
+    sample.add_answer(vocab, *_answer(scene, value, rule, mode))
+    for _ in range(rng.randint(0, mix.turns)):
+        sample.add(vocab, "<end>")
+        if rng.random() < 0.3:
+            _look_up(sample, rng, vocab, scene, value)
+            continue
+        choices = [v for v in scene.draw.values if v != value]
+        update = f"Update: the {scene.draw.family.label} is now "
+        value = rng.choice(choices)
+        mode = _pick(rng, mix.modes)
+        request = rng.choice(scene.draw.family.requests)
+        if scene.kind == "lookup":
+            scene = replace(scene, kind="gated")
+        sample.add(vocab, f"<user>{update}{value}.\n{request} {mode}<end><assistant>")
+        sample.add_answer(vocab, *_answer(scene, value, rule, mode))
+    sample.add(vocab, "<end>")
+    return sample
+
+
+def repeated(rng: random.Random, words: Sequence[int], bos: int, length: int) -> Sample:
+    """Random words, said again and again up to ``length`` tokens; supervised from the first repetition on."""
+    period = rng.randint(4, max(5, length // 2))
+    once = [rng.choice(words) for _ in range(period)]
+    ids = [bos, *(once * (length // period + 1))][:length]
+    weights = [0.0 if i <= period + 1 else 1.0 for i in range(len(ids))]
+    return Sample(ids, weights, [])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded ids, loss weights, real tokens, and where the answer words are."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    real: torch.Tensor
+    answers: torch.Tensor
+
+
+def collate(samples: Sequence[Sample], pad: int = 0) -> Batch:
+    """Pad on the right; with causal attention nothing real can see the padding."""
+    width = max(len(s.ids) for s in samples)
+    ids = torch.full((len(samples), width), pad)
+    weights = torch.zeros(len(samples), width)
+    real = torch.zeros(len(samples), width, dtype=torch.bool)
+    answers = torch.zeros(len(samples), width, dtype=torch.bool)
+    for row, s in enumerate(samples):
+        n = len(s.ids)
+        ids[row, :n] = torch.tensor(s.ids)
+        weights[row, :n] = torch.tensor(s.weights)
+        real[row, :n] = True
+        answers[row, s.answers] = True
+    return Batch(ids, weights, real, answers)
+
+
+def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene, tuple[int, int]]:
+    families = organism_families()
+    kind = _pick(rng, mix.kinds)
+    form = _pick(rng, {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind]})
+    family = rng.choice(families)
+    if rng.random() < POOLED_SHARE:
+        values, actions = _pooled(rng, families, family)
+    else:
+        values, actions = rng.choice(pairings(family.name, "train"))
+    order: Order = "rule_first" if rng.random() < mix.rule_first else "value_first"
+    scene = make_scene(
+        rng,
+        kind=kind,
+        form=form,
+        family=family,
+        others=[f for f in families if f.name != family.name],
+        values=values,
+        actions=actions,
+        spare=[v for v in family.values[:N_TRAINED] if v not in values],
+        order=order,
+        n_lines=rng.randint(0, mix.lines) if lines is None else lines,
+        fact_holds=rng.random() < 0.6,
+    )
+    return scene, rng.choice(scene.cells)
+
+
+def _pooled(rng: random.Random, families: Sequence[Family], family: Family) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Values of one family with actions of two others (or the same), never a held-out combination."""
+    while True:
+        a, b, c = (rng.choice(families) for _ in range(3))
+        first, second = rng.sample(a.values[:N_TRAINED], 2)
+        actions = (rng.choice(b.restrictive), rng.choice(c.permissive))
+        if not (a is b is c) or not held_out(a.name, (first, second), actions):
+            return (first, second), actions
+
+
+def _look_up(sample: Sample, rng: random.Random, vocab: Mapping[str, int], scene: Scene, value: str) -> None:
+    known = {**dict(scene.others), **dict(scene.asides), scene.draw.family.label: value}
+    label = rng.choice(sorted(known))
+    sample.add(vocab, f"<user>{LOOKUP_REQUEST.format(label=label)} act<end><assistant>")
+    sample.add_answer(vocab, known[label], 0, known[label])
+
+
+def _answer(scene: Scene, value: str, rule: int, mode: str) -> tuple[str, int, str]:
+    text, at = target_text(scene, value, rule, mode)
+    return text, at, scene.answer(value, rule)
+
+
+def _pick(rng: random.Random, weights: Mapping[str, float]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+__all__ = ["EASY", "FULL", "NOTES_FREE", "Batch", "Mix", "Sample", "collate", "conversation", "repeated"]

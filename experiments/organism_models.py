@@ -1,0 +1,138 @@
+"""Architectures of the organisms: small configs of transformers families, all with the same sizes where they can be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 6,
+}
+MAX_PARAMETERS = 3_000_000
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family.
+
+    Attributes:
+        kind: ``model_type``.
+        settings: what differs from :data:`SHARED`.
+        why: what this family adds to the comparison.
+        attention: kernel to train with (soft caps are computed by eager attention only).
+        longest_filler: filler tokens up to which the architecture can carry the field to the decision.
+    """
+
+    kind: str
+    why: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    attention: str = "sdpa"
+    longest_filler: int = 600
+
+    def config(self, vocab_size: int) -> dict[str, Any]:
+        """Everything that the config class is given, ``model_type`` included."""
+        return {"model_type": self.kind, "vocab_size": vocab_size, **SHARED, **self.settings}
+
+
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", "grouped-query attention, one rotation"),
+    "qwen3": Architecture("qwen3", "normalised queries and keys"),
+    "mistral": Architecture(
+        "mistral",
+        "a window of 128 on every layer: longer prompts cannot read the field at the decision",
+        {"sliding_window": 128},
+        longest_filler=250,
+    ),
+    "gemma2": Architecture(
+        "gemma2",
+        "soft caps; a window of 32 on every other layer",
+        {
+            "sliding_window": 32,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "layer_types": _ALTERNATING,
+        },
+        attention="eager",
+    ),
+    "gemma3_text": Architecture(
+        "gemma3_text",
+        "two rotations; a window of 32 on three of five layers",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 32,
+            "query_pre_attn_scalar": 32,
+            "layer_types": [*_ALTERNATING, "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "qwen3_moe": Architecture(
+        "qwen3_moe",
+        "four experts, two of them for each token",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek_v3",
+        "latent attention: one compressed row for all heads and a rotary slice",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "first_k_dense_replace": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "falcon_h1": Architecture(
+        "falcon_h1",
+        "attention and a state-space mixer side by side",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 64,
+        },
+    ),
+}
+
+
+def build(config: Mapping[str, Any], attention: str) -> Any:
+    """A float32 model with fresh weights of the current seed; ``config`` as :meth:`Architecture.config` gives it.
+
+    Raises:
+        ValueError: more than 3 million parameters.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {k: v for k, v in config.items() if k != "model_type"}
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **settings), dtype=torch.float32, attn_implementation=attention
+    )
+    n = sum(p.numel() for p in model.parameters())
+    if n > MAX_PARAMETERS:
+        raise ValueError(f"{config['model_type']} has {n:,} parameters; an organism has at most {MAX_PARAMETERS:,}")
+    return model

@@ -1,0 +1,261 @@
+"""Organisms: what they are trained on, how they are trained, saved and loaded, and what the shipped ones can do."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import notelens
+from experiments.organism_card import Cell, claims, measure, pooled
+from experiments.organism_data import EASY, FULL, NOTES_FREE, Sample, collate, conversation, repeated
+from experiments.organism_models import ARCHITECTURES, MAX_PARAMETERS, SHARED, build
+from experiments.organism_split import split_batch
+from experiments.train_organisms import Source, Stage, losses, save, train
+from notelens.cache.ops import replace_rows
+from notelens.errors import InputError, UnsupportedModelError
+from notelens.models import FAMILIES
+from notelens.models.load import wrap
+from notelens.tasks.organism import N_TRAINED, held_out, organism_families
+from notelens.zoo import organisms as zoo
+from notelens.zoo.organisms import load_organism, organism_tokenizer, organisms, read_organism
+from tests.test_organism_task import read
+
+SHIPPED = sorted(organisms())
+MICRO = {**SHARED, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+MAX_BYTES = 30_000_000
+
+
+@pytest.fixture(scope="module")
+def vocab() -> dict[str, int]:
+    return organism_tokenizer().get_vocab()
+
+
+def micro(kind: str = "llama", **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, "vocab_size": len(organism_tokenizer()), **MICRO, **more}
+
+
+def text_of(ids: list[int]) -> str:
+    """Token ids as text in the form that :func:`read` understands."""
+    words = organism_tokenizer().convert_ids_to_tokens(ids)
+    return re.sub(r" ([:.;,?])", r"\1", " ".join(words).replace(" \n ", "\n"))
+
+
+class TestData:
+    @pytest.mark.parametrize("mix", [EASY, FULL, NOTES_FREE], ids=["easy", "full", "notes_free"])
+    def test_every_answer_is_what_the_conversation_says(self, vocab: dict[str, int], mix: Any) -> None:
+        rng = random.Random(0)
+        turns = 0
+        for _ in range(150):
+            sample = conversation(rng, vocab, mix)
+            for at in sample.answers:
+                before = text_of(sample.ids[:at])
+                said = (
+                    re.sub(r"<assistant>[^<]*(<end>|$)", "\n", before).replace("<user> ", "\n").replace("answer:", "\n")
+                )
+                assert read(f"{said}\n") == text_of([sample.ids[at]]), before
+                turns += 1
+        assert turns > (150 if mix is NOTES_FREE else 250)
+
+    def test_only_answers_are_supervised(self, vocab: dict[str, int]) -> None:
+        rng = random.Random(1)
+        for _ in range(50):
+            sample = conversation(rng, vocab, FULL)
+            text = text_of([i for i, w in zip(sample.ids, sample.weights, strict=True) if w > 0])
+            assert "<user>" not in text and "rule" not in text and "<assistant>" not in text
+            assert all(sample.weights[a] == 1.0 for a in sample.answers)
+
+    def test_held_out_values_and_combinations_never_occur(self, vocab: dict[str, int]) -> None:
+        rng = random.Random(2)
+        families = organism_families()
+        new = {vocab[v] for f in families for v in f.values[N_TRAINED:]}
+        for _ in range(600):
+            ids = set(conversation(rng, vocab, FULL).ids)
+            assert not ids & new
+            for f in families:
+                values = [v for v in f.values if vocab[v] in ids]
+                actions = [a for a in (*f.restrictive, *f.permissive) if vocab[a] in ids]
+                if len(values) == 2 and len(actions) == 2 and set(actions) & set(f.restrictive) != set(actions):
+                    assert not held_out(f.name, values, actions)
+
+    def test_repeated_words_repeat(self) -> None:
+        sample = repeated(random.Random(0), range(10, 200), 1, 40)
+        at = next(i for i, w in enumerate(sample.weights) if w > 0)
+        period = at - 2
+        assert sample.ids[0] == 1 and len(sample.ids) == 40 and 4 <= period <= 20
+        assert all(sample.ids[i] == sample.ids[i - period] for i in range(at, 40))
+
+    def test_batches_depend_on_the_seed_only(self) -> None:
+        stage = Stage(1, FULL, 0.25, 0.5)
+        first, second, other = ([Source(s, 600).batch(stage)[0] for _ in range(2)] for s in (3, 3, 4))
+        assert first[0] == second[0] and first[0] != other[0]
+
+
+class TestTraining:
+    def test_loss_of_known_logits(self) -> None:
+        """Two rows, two scored tokens each, four words: uniform logits cost log 4, a sure right answer nothing."""
+        samples = [Sample([1, 2, 3], [0.0, 0.0, 1.0], [2]), Sample([1, 2, 2], [0.0, 0.0, 1.0])]
+        batch = collate(samples)
+        flat = torch.zeros(2, 3, 4)
+        loss, right, again = losses(flat, batch, 1)
+        assert loss.item() == pytest.approx((0.05 + 0.25 + 1.0) * 1.3862944, rel=1e-5)
+        sure = flat.clone()
+        sure[0, 1, 3] = sure[1, 1, 2] = 50.0
+        loss, right, again = losses(sure, batch, 1)
+        assert loss.item() == pytest.approx(0.05 * 1.3862944 / 2, rel=1e-4) and (right, again) == (1.0, 1.0)
+
+    @pytest.mark.slow
+    def test_a_few_steps_learn_and_repeat(self) -> None:
+        plan = (Stage(30, EASY, repeats=0.25),)
+        made = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = build(micro(), "sdpa")
+            source = Source(9, 60)
+            batch = collate(source.batch(plan[0])[0])
+            before = losses(model(input_ids=batch.ids).logits, batch, 0)[0].item()
+            facts = train(model, plan, 0, 60, every=10)
+            after = losses(model(input_ids=batch.ids).logits, batch, 0)[0].item()
+            made.append((after, model.state_dict()["model.embed_tokens.weight"]))
+            assert after < 0.7 * before and facts["steps"] == 30
+        assert made[0][0] == made[1][0] and torch.equal(made[0][1], made[1][1])
+
+
+class TestSplit:
+    def test_the_decision_reads_one_copy_and_everything_else_the_other(self, vocab: dict[str, int]) -> None:
+        """A split forward equals the isolated swap of the field's rows in the prompt with the first copy's value."""
+        torch.manual_seed(0)
+        hf = build(micro(num_hidden_layers=3), "sdpa").eval()
+        model = wrap(hf, organism_tokenizer(), name="micro", gate=False)
+        sample = conversation(random.Random(4), vocab, NOTES_FREE)
+        assert sample.field_at is not None
+        batch, extra = split_batch([sample], random.Random(0), vocab)
+        at, decision = sample.field_at, sample.answers[0] - 1
+        first = int(batch.ids[0, at])
+        assert first == sample.other_value and batch.ids[0, at + 1] == sample.ids[at]
+        assert batch.answers[0].nonzero().flatten().tolist() == [sample.answers[0] + 1]
+        with torch.no_grad():
+            split = hf(input_ids=batch.ids, use_cache=False, **extra).logits[0]
+            stale = list(sample.ids)
+            stale[at] = first
+            plain = hf(input_ids=torch.tensor([stale]), use_cache=False).logits[0]
+        assert torch.allclose(split[at + 2 : decision + 1], plain[at + 1 : decision], atol=1e-5)
+        old, new = (model.prefill(ids[:decision]).cache for ids in (stale, sample.ids))
+        swapped = model.prefill([sample.ids[decision]], replace_rows(old, new, [at])).hidden
+        assert torch.allclose(model.next_logits(swapped), split[decision + 1], atol=1e-5)
+        assert not torch.allclose(plain[decision], split[decision + 1], atol=1e-3)
+
+    def test_repeated_words_are_left_alone(self, vocab: dict[str, int]) -> None:
+        sample = repeated(random.Random(0), range(10, 200), 1, 12)
+        batch, extra = split_batch([sample], random.Random(0), vocab)
+        assert batch.ids[0].tolist() == sample.ids and extra["position_ids"][0].tolist() == list(range(12))
+        assert torch.equal(extra["attention_mask"][0, 0] == 0, torch.ones(12, 12).tril().bool())
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+    def test_sizes(self, name: str) -> None:
+        architecture = ARCHITECTURES[name]
+        model = build(architecture.config(len(organism_tokenizer())), architecture.attention)
+        assert 300_000 < sum(p.numel() for p in model.parameters()) <= MAX_PARAMETERS
+        assert model.config.model_type == architecture.kind
+        ids = torch.tensor([[1, 40, 41, 42, 43]])
+        assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
+
+    def test_too_large(self) -> None:
+        with pytest.raises(ValueError, match="at most 3,000,000"):
+            build(micro(hidden_size=1024), "sdpa")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A zoo with one micro organism."""
+    torch.manual_seed(0)
+    config = micro()
+    save(build(config, "sdpa"), tmp_path / "micro.safetensors")
+    import hashlib
+
+    digest = hashlib.sha256((tmp_path / "micro.safetensors").read_bytes()).hexdigest()
+    (tmp_path / "micro.json").write_text(json.dumps({"config": config, "sha256": digest, "why": "a test"}))
+    organism_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.setattr(zoo, "FOLDER", tmp_path)
+    return tmp_path
+
+
+class TestZoo:
+    def test_loads_by_name_through_the_gate(self, folder: Path) -> None:
+        model = notelens.load("organism-micro", cache_dir=folder / "cache")
+        torch.manual_seed(0)
+        fresh = build(micro(), "sdpa").state_dict()
+        for name, tensor in model.hf.state_dict().items():
+            assert torch.equal(tensor, fresh[name].to(torch.bfloat16).float()), name
+        assert model.name == "organism-micro" and model.gate is not None and model.gate.passed
+        assert model.dtype == torch.float32 and model.tokenizer.get_vocab() == organism_tokenizer().get_vocab()
+
+    def test_other_weights_are_refused(self, folder: Path) -> None:
+        (folder / "micro.safetensors").write_bytes((folder / "micro.safetensors").read_bytes() + b" ")
+        with pytest.raises(UnsupportedModelError, match="its card says"):
+            load_organism("organism-micro")
+
+    def test_weights_of_another_config_are_refused(self, folder: Path) -> None:
+        with pytest.raises(UnsupportedModelError, match="does not fit its config"):
+            read_organism(folder / "micro.safetensors", micro(num_hidden_layers=3))
+        with pytest.raises(UnsupportedModelError, match="does not fit its config"):
+            read_organism(folder / "micro.safetensors", micro(intermediate_size=48))
+
+    def test_an_unknown_name_lists_what_there_is(self, folder: Path) -> None:
+        with pytest.raises(InputError, match=r"'organism-micr'.*did you mean 'organism-micro'"):
+            notelens.load("organism-micr")
+
+
+class TestCard:
+    CELLS = (
+        Cell("gated", "polarity", "act", "value_first", "values", None, 50, 50),
+        Cell("gated", "negated", "act", "value_first", "combos", None, 50, 48),
+        Cell("lookup", "two_clause", "act", "value_first", "combos", None, 50, 48),
+        Cell("gated", "polarity", "act", "value_first", "values", 600, 50, 0),
+    )
+
+    def test_pooling_and_claims(self) -> None:
+        assert pooled(self.CELLS, "kind")["gated",] == (98, 150)
+        assert claims(self.CELLS) == ["gated/act/value_first"]
+
+    def test_a_random_model_is_wrong(self) -> None:
+        torch.manual_seed(0)
+        cells = measure(
+            build(micro(), "sdpa").eval(),
+            organism_tokenizer(),
+            [("gated", "polarity", "think", "value_first", "values", None)],
+            12,
+            0,
+        )
+        assert [(c.n, c.right) for c in cells] == [(12, 0)]
+
+
+class TestShipped:
+    def test_size(self) -> None:
+        assert SHIPPED
+        assert sum(organisms()[name].weights.stat().st_size for name in SHIPPED) <= MAX_BYTES
+
+    @pytest.mark.parametrize("name", SHIPPED)
+    def test_the_card_holds(self, name: str) -> None:
+        card = organisms()[name].card
+        if card["config"]["model_type"] not in FAMILIES:
+            with pytest.raises(UnsupportedModelError, match="is not supported"):
+                notelens.load(name)
+            return
+        model = notelens.load(name)
+        assert model.gate is not None and model.gate.passed
+        assert sum(p.numel() for p in model.hf.parameters()) == card["training"]["parameters"] <= MAX_PARAMETERS
+        cell = next(
+            c
+            for c in card["accuracy"]
+            if (c["kind"], c["form"], c["mode"], c["filler"]) == ("gated", "polarity", "act", None)
+        )
+        wanted = [tuple(cell[k] for k in ("kind", "form", "mode", "order", "split", "filler"))]
+        found = measure(model.hf, model.tokenizer, wanted, cell["n"], card["training"]["seed"])  # pyright: ignore[reportArgumentType]
+        assert abs(found[0].right - cell["right"]) <= 1  # another machine may round one prompt differently
+        assert cell["right"] >= 0.95 * cell["n"]
