@@ -26,7 +26,7 @@ from notelens.errors import InputError, MissingPackageError, RecordError
 from notelens.runs import manifest
 from notelens.runs.cell import Job, OneModel, Outcome, one_line, run_cell
 from notelens.runs.files import held, make_folder, reason, write_atomic
-from notelens.runs.launcher import Emit, Event, Reporter
+from notelens.runs.launcher import Emit, Event, Reporter, from_json
 from notelens.runs.records import FILE, read_records
 
 CONNECT_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 5.0, 25.0, 1.0
@@ -167,9 +167,7 @@ class RayWorkers:
                 whole = read_records(folder).offset
                 before[FILE] = before[FILE][:whole]
                 os.truncate(folder / FILE, whole)
-        remote = self._ray.remote(
-            num_cpus=1, num_gpus=n_gpus, max_retries=0, num_returns="streaming", runtime_env={"env_vars": _threads()}
-        )(stream_cell)
+        remote = self._ray.remote(num_cpus=1, num_gpus=n_gpus, max_retries=0, num_returns="streaming")(stream_cell)
         deadline = time.monotonic() + 60 * self.limit if self.limit is not None else None
         self._running[remote.remote(asdict(job), before, self.imports)] = _Running(job, lock, deadline)
 
@@ -202,11 +200,10 @@ class RayWorkers:
         if not running.job.dry_run:
             for change in changed:
                 apply(Path(running.job.folder), change)
-        for data in events:
-            outcome = data["outcome"]
-            if data["kind"] == "done":
+        for event in map(from_json, events):
+            if event.kind == "done":
                 self._ended(stream)
-            emit(Event(**{**data, "outcome": Outcome(**outcome) if outcome is not None else None}))
+            emit(event)
 
     def _why(self, running: _Running, error: Exception) -> str:
         if running.overdue:
@@ -226,10 +223,6 @@ class RayWorkers:
             self._ended(stream)
         if self._own:
             self._ray.shutdown()
-
-
-def _threads() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def apply(folder: Path, change: Change) -> None:
@@ -265,10 +258,9 @@ def connect(address: str) -> tuple[Any, bool]:
     Raises:
         InputError: no such cluster.
     """
-    import ray
-
-    if ray.is_initialized():
-        return ray, False
+    joined = sys.modules.get("ray")
+    if joined is not None and joined.is_initialized():
+        return joined, False
     if address != "auto":
         found = re.fullmatch(r"([A-Za-z0-9._-]+):([0-9]{1,5})", address)
         if found is None or not 0 < int(found[2]) < 2**16:
@@ -289,6 +281,8 @@ def connect(address: str) -> tuple[Any, bool]:
         healthy = False
     if not healthy:
         raise InputError(f"--address {address}: no Ray cluster answers there within {HEALTH_SECONDS:g} s; is it up?")
+    import ray
+
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as e:
