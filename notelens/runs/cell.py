@@ -97,7 +97,7 @@ def run_cell(job: Job, progress: Progress, loader: runner.Loader) -> Outcome:
     try:
         done = runner.execute(config, Path(job.folder), progress=progress, dry_run=job.dry_run, loader=loader)
     except NotelensError as e:
-        return Outcome(_kind(e), one_line(str(e)))
+        return Outcome(_kind(e), refusal(e, job))
     except (RuntimeError, MemoryError) as e:  # torch: out of memory, an operation that a device does not have
         return Outcome("failed", one_line(f"{type(e).__name__}: {e}"))
     if done.incompetent and not job.dry_run:
@@ -105,6 +105,11 @@ def run_cell(job: Job, progress: Progress, loader: runner.Loader) -> Outcome:
         reason = mark.reason if mark is not None else done.incompetent[0]
         return Outcome("incompetent", one_line(reason), done.n_measured, done.n_read)
     return Outcome(None, "", done.n_measured, done.n_read)
+
+
+def refusal(error: NotelensError, job: Job) -> str:
+    """An error's sentence without the place of the cell on this machine."""
+    return one_line(str(error).replace(job.folder, job.key))
 
 
 def one_line(text: str, limit: int = 600) -> str:
