@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from notelens.errors import (
     CompetenceError,
+    FolderInUseError,
     GateError,
     InputError,
     MissingPackageError,
@@ -119,6 +120,8 @@ def one_line(text: str, limit: int = 600) -> str:
 
 
 def _kind(error: NotelensError) -> Kind:
+    if isinstance(error, FolderInUseError):
+        return "failed"
     if isinstance(error, GateError):
         return "gate"
     if isinstance(error, MissingPackageError):

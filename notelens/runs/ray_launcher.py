@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from notelens.errors import InputError, MissingPackageError, RecordError
+from notelens.errors import FolderInUseError, InputError, MissingPackageError, RecordError
 from notelens.runs import manifest
-from notelens.runs.cell import Job, OneModel, Outcome, one_line, run_cell
+from notelens.runs.cell import Job, OneModel, Outcome, one_line, refusal, run_cell
 from notelens.runs.files import held, make_folder, reason, write_atomic
 from notelens.runs.launcher import Emit, Event, Reporter, from_json
 from notelens.runs.records import FILE, read_records
@@ -158,8 +158,8 @@ class RayWorkers:
             folder = Path(job.folder)
             try:
                 lock.enter_context(held(folder))
-            except InputError as e:
-                self._refused.append(Event(job.key, "done", outcome=Outcome("model", refusal(e, job))))
+            except FolderInUseError as e:
+                self._refused.append(Event(job.key, "done", outcome=Outcome("failed", refusal(e, job))))
                 return
             for name in (manifest.FILE, FILE):
                 if (folder / name).is_file():
