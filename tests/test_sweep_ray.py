@@ -116,17 +116,16 @@ def test_a_cluster_without_a_gpu_is_a_sentence(cluster: tuple[Path, dict[str, An
 @needs_ray
 @pytest.mark.slow
 def test_something_that_is_no_ray_cluster_is_a_sentence_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_launcher, "HEALTH_SECONDS", 8.0)
+    monkeypatch.setattr(ray_launcher, "JOIN_SECONDS", 8.0)
     start = time.monotonic()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(
-            InputError, match=rf"--address {address}: no Ray cluster answers there within 8 s; is it up\?"
-        ):
+        message = rf"--address {address}: no Ray cluster .* answers there within 8 s"
+        with pytest.raises(InputError, match=message) as caught:
             connect(address)
-    assert time.monotonic() - start < 30
+    assert "\n" not in str(caught.value) and time.monotonic() - start < 60
 
 
 def test_an_address_where_nothing_answers_is_a_sentence_at_once() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from notelens.errors import (
     CompetenceError,
+    FolderInUseError,
     GateError,
     InputError,
     MissingPackageError,
@@ -97,7 +98,7 @@ def run_cell(job: Job, progress: Progress, loader: runner.Loader) -> Outcome:
     try:
         done = runner.execute(config, Path(job.folder), progress=progress, dry_run=job.dry_run, loader=loader)
     except NotelensError as e:
-        return Outcome(_kind(e), one_line(str(e)))
+        return Outcome(_kind(e), refusal(e, job))
     except (RuntimeError, MemoryError) as e:  # torch: out of memory, an operation that a device does not have
         return Outcome("failed", one_line(f"{type(e).__name__}: {e}"))
     if done.incompetent and not job.dry_run:
@@ -107,6 +108,11 @@ def run_cell(job: Job, progress: Progress, loader: runner.Loader) -> Outcome:
     return Outcome(None, "", done.n_measured, done.n_read)
 
 
+def refusal(error: NotelensError, job: Job) -> str:
+    """An error's sentence without the place of the cell on this machine."""
+    return one_line(str(error).replace(job.folder, job.key))
+
+
 def one_line(text: str, limit: int = 600) -> str:
     """Text as one printable line of bounded length."""
     flat = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
@@ -114,6 +120,8 @@ def one_line(text: str, limit: int = 600) -> str:
 
 
 def _kind(error: NotelensError) -> Kind:
+    if isinstance(error, FolderInUseError):
+        return "failed"
     if isinstance(error, GateError):
         return "gate"
     if isinstance(error, MissingPackageError):

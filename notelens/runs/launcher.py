@@ -198,6 +198,7 @@ class LocalWorkers:
     def _buried(self, worker: _Worker, emit: Emit) -> None:
         job, code = worker.job, self._end(worker)
         if job is None:
+            worker.log.close()
             return
         if worker.overdue:
             why = f"the cell took longer than {self.limit:g} minutes"

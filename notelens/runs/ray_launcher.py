@@ -22,14 +22,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from notelens.errors import InputError, MissingPackageError, RecordError
+from notelens.errors import FolderInUseError, InputError, MissingPackageError, RecordError
 from notelens.runs import manifest
-from notelens.runs.cell import Job, OneModel, Outcome, one_line, run_cell
+from notelens.runs.cell import Job, OneModel, Outcome, one_line, refusal, run_cell
 from notelens.runs.files import held, make_folder, reason, write_atomic
 from notelens.runs.launcher import Emit, Event, Reporter, from_json
 from notelens.runs.records import FILE, read_records
 
-CONNECT_SECONDS, HEALTH_SECONDS, POLL_SECONDS = 5.0, 25.0, 1.0
+CONNECT_SECONDS, JOIN_SECONDS, POLL_SECONDS = 5.0, 45.0, 1.0
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
+"""Tried in a process of its own first: where no cluster answers, Ray waits for minutes and then ends the process."""
+
 Change = tuple[str, int, bytes]
 """File below the cell's folder, offset, bytes; offset -1 replaces the file."""
 
@@ -63,8 +66,6 @@ def stream_cell(
         def work() -> None:
             try:
                 outcome = run_cell(here, Reporter(here.key, events.put), _LOADER)
-                if here.folder in outcome.reason:
-                    outcome = replace(outcome, reason=outcome.reason.replace(here.folder, here.key))
                 events.put(Event(here.key, "done", outcome=outcome))
             except BaseException as e:
                 events.put(e)
@@ -130,7 +131,7 @@ class RayWorkers:
 
     Raises:
         MissingPackageError: ray is not installed.
-        InputError: no cluster answers at the address within about half a minute.
+        InputError: no cluster answers at the address within :data:`JOIN_SECONDS`.
     """
 
     def __init__(
@@ -157,8 +158,8 @@ class RayWorkers:
             folder = Path(job.folder)
             try:
                 lock.enter_context(held(folder))
-            except InputError as e:
-                self._refused.append(Event(job.key, "done", outcome=Outcome("worker", one_line(str(e)))))
+            except FolderInUseError as e:
+                self._refused.append(Event(job.key, "done", outcome=Outcome("failed", refusal(e, job))))
                 return
             for name in (manifest.FILE, FILE):
                 if (folder / name).is_file():
@@ -253,7 +254,7 @@ def apply(folder: Path, change: Change) -> None:
 def connect(address: str) -> tuple[Any, bool]:
     """The module ``ray``, connected, and whether it was connected here.
 
-    Every step is bounded: Ray itself waits for minutes for a cluster that is not there, and ends the process.
+    Every step is bounded in time.
 
     Raises:
         InputError: no such cluster.
@@ -273,14 +274,15 @@ def connect(address: str) -> tuple[Any, bool]:
             raise InputError(
                 f"--address {address}: nothing answers there ({reason(e)}); is the Ray cluster up?"
             ) from None
-    asked = [] if address == "auto" else ["--address", address]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", *asked]
+    command = [sys.executable, "-c", JOIN, address]
     try:
-        healthy = subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS, check=False).returncode == 0
+        joins = subprocess.run(command, capture_output=True, timeout=JOIN_SECONDS, check=False).returncode == 0
     except subprocess.TimeoutExpired:
-        healthy = False
-    if not healthy:
-        raise InputError(f"--address {address}: no Ray cluster answers there within {HEALTH_SECONDS:g} s; is it up?")
+        joins = False
+    if not joins:
+        raise InputError(
+            f"--address {address}: no Ray cluster that this machine is a node of answers there within {JOIN_SECONDS:g} s"
+        )
     import ray
 
     try:

@@ -105,11 +105,11 @@ def run_sweep(
     """
     from notelens.runs.plan import plan
 
-    for cell in sweep.cells:  # refuse wrong parameters before anything is measured
-        plan(cell.config, cell.document)
     shown = watcher if watcher is not None else Unwatched()
     runs = launcher if launcher is not None else InProcess()
     try:
+        for cell in sweep.cells:  # refuse wrong parameters before anything is measured
+            plan(cell.config, cell.document)
         if dry_run:
             with tempfile.TemporaryDirectory(prefix="notelens-dry-") as folder:
                 return replace(_run(sweep, Path(folder), runs, shown, dry_run=True), folder=None)
