@@ -348,7 +348,7 @@ def test_a_damaged_sweep_file_is_one_sentence(tmp_path: Path, damage: str) -> No
 
 
 def test_wrong_parameters_are_refused_before_a_folder_exists(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"x.yaml:11: probe 'count' has no parameter 'dye'; did you mean 'die'"):
+    with pytest.raises(ConfigError, match=r"x.yaml:12: probe 'count' has no parameter 'dye'; did you mean 'die'"):
         run_sweep(cases.sweep("[good]", "{dye: [1]}"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
