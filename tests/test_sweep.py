@@ -206,7 +206,7 @@ def one_cell(model: str, params: str) -> Sweep:
 def test_a_cell_whose_worker_dies_every_time_is_marked_after_a_bounded_number_of_attempts(tmp_path: Path) -> None:
     sweep = one_cell("fragile", "{die: [1, 1, 1]}")
     result = run_sweep(sweep, tmp_path / "out", launcher=LocalWorkers(1, imports=WORKER))
-    why = f"the worker was killed by SIGKILL, {ATTEMPTS} times in a row; its records are kept"
+    why = f"the worker was killed by SIGKILL; tried {ATTEMPTS} times, its records are kept"
     assert [(k, v.kind, v.reason, v.attempts) for k, v in result.marks.items()] == [
         ("fragile/high/seed-0", "worker", why, ATTEMPTS)
     ]
@@ -223,7 +223,7 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pyte
     launcher = LocalWorkers(1, imports=WORKER, limit_minutes=0.1)
     result = run_sweep(one_cell("good", "{pause_ms: 600000}"), tmp_path / "out", launcher=launcher)
     assert [(v.kind, v.reason) for v in result.marks.values()] == [
-        ("worker", "the cell took longer than 0.1 minutes, 1 times in a row; its records are kept")
+        ("worker", "the cell took longer than 0.1 minutes; tried 1 times, its records are kept")
     ]
     assert 6 <= time.monotonic() - start < 300
 
@@ -233,7 +233,7 @@ def test_a_worker_that_cannot_start_is_a_sentence(tmp_path: Path) -> None:
     result = run_sweep(one_cell("good", "{}"), tmp_path / "out", launcher=LocalWorkers(1, imports=("tests.not_there",)))
     reasons = {mark.reason for mark in result.marks.values()}
     assert reasons == {
-        "the worker ended with exit code 1: ModuleNotFoundError: No module named 'tests.not_there', 3 times in a row; its "
+        "the worker ended with exit code 1: ModuleNotFoundError: No module named 'tests.not_there'; tried 3 times, its "
         "records are kept"
     }
 
@@ -348,7 +348,7 @@ def test_a_damaged_sweep_file_is_one_sentence(tmp_path: Path, damage: str) -> No
 
 
 def test_wrong_parameters_are_refused_before_a_folder_exists(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"x.yaml:11: probe 'count' has no parameter 'dye'; did you mean 'die'"):
+    with pytest.raises(ConfigError, match=r"x.yaml:12: probe 'count' has no parameter 'dye'; did you mean 'die'"):
         run_sweep(cases.sweep("[good]", "{dye: [1]}"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

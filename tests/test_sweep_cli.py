@@ -180,7 +180,7 @@ def test_malformed_sweeps_end_in_one_line_and_code_2(capsys: pytest.CaptureFixtu
             found = failed(capsys, "run", path, "--dry-run")
             assert "sweep.yaml" in found and 15 < len(found) < 1000, found
             n_refused += 1
-    assert n_refused == 3 * 13
+    assert n_refused == 3 * 15
 
 
 @pytest.mark.slow

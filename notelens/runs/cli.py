@@ -190,10 +190,10 @@ def list_(what: Annotated[Kind, typer.Argument(help="probes, models or tasks.")]
     if what is Kind.models:
         from notelens.models import FAMILIES
         from notelens.zoo.embedded import EMBEDDED
-        from notelens.zoo.organisms import organisms
+        from notelens.zoo.organisms import organism_specs
 
         lines = [(name, spec.source) for name, spec in sorted(EMBEDDED.items())]
-        lines += [(name, f"trained from scratch; {spec.card['why']}") for name, spec in organisms().items()]
+        lines += [(name, f"trained from scratch; {spec.card['why']}") for name, spec in organism_specs().items()]
         others = f"any Hugging Face id or local folder of type {', '.join(FAMILIES.names())}"
         lines.append(("<hub id or folder>", others))
     else:

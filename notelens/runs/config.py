@@ -60,9 +60,9 @@ class ModelConfig(Closed):
     @model_validator(mode="after")
     def _possible(self) -> "ModelConfig":
         from notelens.zoo.embedded import EMBEDDED
-        from notelens.zoo.organisms import organisms
+        from notelens.zoo.organisms import organism_specs
 
-        if (self.name in EMBEDDED or self.name in organisms()) and self.revision is not None:
+        if (self.name in EMBEDDED or self.name in organism_specs()) and self.revision is not None:
             raise ValueError(f"model {self.name!r} comes with its package and has one revision only; remove 'revision'")
         if self.dtype == "float16" and self.device == "cpu":
             raise ValueError("dtype float16 overflows and is slow on a CPU; use float32 or bfloat16, or device 'cuda'")

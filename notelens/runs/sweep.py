@@ -123,7 +123,8 @@ def _run(sweep: Sweep, out: Path, launcher: Launcher, watcher: Watcher, *, dry_r
     folder = open_sweep(sweep, out)
     done = {c.key for c in sweep.cells if folder.state(entry_of(c)) == "finished"}
     found = {key: incompetence(folder.cell(key)) for key in done}
-    folder = replace(folder, marks={**folder.marks, **{k: mark for k, mark in found.items() if mark is not None}})
+    marks = {k: mark for k, mark in folder.marks.items() if k not in done}  # finished cells: what their records say
+    folder = replace(folder, marks={**marks, **{k: mark for k, mark in found.items() if mark is not None}})
     todo = [c for c in sweep.cells if c.key not in done]
     watcher.begin(len(sweep.cells), len(sweep.cells) - len(todo))
     queue = _Queue(folder, todo, launcher, watcher, dry_run)
@@ -177,7 +178,7 @@ class _Queue:
             self.watcher.again(cell.key, why)
             self.waiting.appendleft(cell)
         else:
-            self._ended(cell, Outcome("worker", f"{why}, {n} times in a row; its records are kept"))
+            self._ended(cell, Outcome("worker", f"{why}; tried {n} times, its records are kept"))
 
     def _ended(self, cell: Cell, outcome: Outcome) -> None:
         self.n_measured += outcome.n_measured
