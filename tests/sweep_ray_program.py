@@ -65,7 +65,7 @@ def start_cluster() -> tuple[Any, Any]:
             second = cluster.add_node(**node)
             cluster.add_node(**node)
             cluster.wait_for_nodes(timeout=60)
-        except Exception:  # noqa: BLE001  (what Ray raises here)
+        except Exception:  # whatever Ray raises here
             cluster.shutdown()
             if attempt == 2:
                 raise
@@ -83,7 +83,9 @@ def main(folder: Path) -> dict[str, Any]:
     try:
         models = "[good, ungated, nowhere, better]"
         out["plain"] = sweep_on(cluster.address, folder / "plain", Watcher(), models)
-        out["killed"] = sweep_on(cluster.address, folder / "killed", Watcher(), "[good, fragile]", "{die: [3, 2]}")
+        out["killed"] = sweep_on(
+            cluster.address, folder / "killed", Watcher(), "[good, fragile]", "{die: [3, 2], pause_ms: 80}"
+        )
         gone = Watcher(lambda: cluster.remove_node(second, allow_graceful=False), at=6)
         out["node"] = sweep_on(cluster.address, folder / "node", gone, "[good, better]", "{pause_ms: 150}")
         text = "[{name: good, device: cuda}]"
