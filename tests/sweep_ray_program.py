@@ -53,22 +53,39 @@ def sweep_on(
     }
 
 
-def main(folder: Path) -> dict[str, Any]:
+def start_cluster() -> tuple[Any, Any]:
+    """Three nodes, and the second of them. Ray gives a node 30 s to start, which a busy machine may not manage at once."""
     from ray.cluster_utils import Cluster
 
+    node = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80 * 2**20}
+    for attempt in range(3):
+        cluster = Cluster()
+        try:
+            cluster.add_node(**node, include_dashboard=False)
+            second = cluster.add_node(**node)
+            cluster.add_node(**node)
+            cluster.wait_for_nodes(timeout=60)
+        except Exception:  # whatever Ray raises here
+            cluster.shutdown()
+            if attempt == 2:
+                raise
+        else:
+            return cluster, second
+    raise AssertionError("unreachable")
+
+
+def main(folder: Path) -> dict[str, Any]:
     cases.install()
     (folder / "marks").mkdir()
     os.environ[cases.MARKS] = str(folder / "marks")
-    node = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    second = cluster.add_node(**node)
-    cluster.add_node(**node)
-    cluster.wait_for_nodes()
+    cluster, second = start_cluster()
     out: dict[str, Any] = {"address": cluster.address}
     try:
         models = "[good, ungated, nowhere, better]"
         out["plain"] = sweep_on(cluster.address, folder / "plain", Watcher(), models)
-        out["killed"] = sweep_on(cluster.address, folder / "killed", Watcher(), "[good, fragile]", "{die: [3, 2]}")
+        out["killed"] = sweep_on(
+            cluster.address, folder / "killed", Watcher(), "[good, fragile]", "{die: [3, 2], pause_ms: 80}"
+        )
         gone = Watcher(lambda: cluster.remove_node(second, allow_graceful=False), at=6)
         out["node"] = sweep_on(cluster.address, folder / "node", gone, "[good, better]", "{pause_ms: 150}")
         text = "[{name: good, device: cuda}]"
