@@ -130,12 +130,11 @@ def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatc
             raise KeyboardInterrupt
         return cases.CountModel(name)
 
-    monkeypatch.setattr(cases, "loader", stop)
-    code, _, err = invoke(capsys, "run", write(cases.text()))
+    with monkeypatch.context() as patch:
+        patch.setattr(cases, "loader", stop)
+        code, _, err = invoke(capsys, "run", write(cases.text()))
     assert code == 130
     assert err.splitlines()[-1] == "stopped: what is measured is kept in runs/demo; run the same command to continue"
-    monkeypatch.undo()
-    cases.install()
 
 
 @pytest.mark.usefixtures("fakes")
