@@ -68,7 +68,7 @@ def test_text_and_ids_give_the_same_skill(tiny: Any) -> None:
 
 
 def test_where_repositioning_matters() -> None:
-    """Layer 0: rows of ``shift`` are right at every distance, those of ``no_shift`` at none (keys turn, so not by less nearby)."""
+    """Layer 0: rows of ``shift`` are right at every distance, those of ``no_shift`` at none."""
     model = note_model("llama")
     skill = compile_skill(model, SKILL, name="s")
     gaps: dict[str, list[float]] = {"shift": [], "no_shift": []}
