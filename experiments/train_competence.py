@@ -135,6 +135,7 @@ def train(
     peft_model = get_peft_model(base, config)
     path = out / str(EMBEDDED[model].adapter)
     spent = 0.0
+    meta["began_with_leg"] = 0 if begin is None else begin[0]
     if begin is not None:
         load_adapter_(peft_model, begin[1])
         spent = begin[2]
@@ -239,6 +240,11 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         for leg in LEGS
         for p in leg
     )
+    apart = (
+        " (legs before leg {} by commands of their own)".format(meta["began_with_leg"])
+        if meta["began_with_leg"]
+        else ""
+    )
     text = f"""# Competence adapter of `{meta["model"]}`
 
 Written by `experiments/train_competence.py`; retrain with
@@ -247,7 +253,7 @@ Written by `experiments/train_competence.py`; retrain with
 - Base: {EMBEDDED[meta["model"]].source}; adapter: LoRA r={RANK}, alpha={ALPHA} on all seven projections, float16,
   {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`.
 - Training: {meta["steps"]} steps, {meta["prompts"]:,} prompts, {meta["trained_tokens"]:,} tokens, AdamW {LEARNING_RATE},
-  float32, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {torch.get_num_threads()} CPU threads.
+  float32, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {torch.get_num_threads()} CPU threads{apart}.
   Loss on the answer tokens only.
 - Data: gated decisions of `notelens/tasks/data/families.json` (sha256 `{meta["families_sha256"][:16]}`), as ordinary, freshly
   prefilled prompts; never a patched or stale cache. Hash of all training ids: `{meta["data_sha256"][:16]}`.
