@@ -21,12 +21,16 @@ from experiments.edit_cases import Case
 from experiments.edit_harness import EditConfig, Line, Stage, Sums, main
 from notelens.edits.context import EditableContext
 from notelens.errors import EditError
+from notelens.intervene.engine import Reader, Site, swap_effects
 from notelens.models.base import NoteModel
+from notelens.readout import MIN_GAP
+from notelens.spans import encode
 from notelens.stats import cluster_rate
 
 PAPER = {"direct": {"in_place": 0.0}, "chain": {"in_place": 1.0}}
 """Qwen3-8B, n = 48 with and 8 without a chain."""
 METRICS = ("competence", "p_correct", "states_new", "right_given_states_new", "thinking_tokens")
+TOP = 8
 CONCLUSION = re.compile(r"Answer:\s*(\w+)")
 
 
@@ -86,7 +90,10 @@ class ChainSplit:
             except EditError as e:
                 rows.append({**base, "decoding": "greedy", "excluded": f"refused ({type(e).__name__})"})
                 continue
-            rows.append({**base, "decoding": "greedy", **chain(made, case, config.max_tokens)})
+            found = chain(made, case, config.max_tokens)
+            if found["states_new"] and found["stale"]:
+                found["responsible"] = responsible_rows(bench, made, config.max_tokens)
+            rows.append({**base, "decoding": "greedy", **found})
             rows += self._sampled(config, bench, arm.text, made, base)
         return rows
 
@@ -137,6 +144,39 @@ def chain(
     """Generate a chain and read it. Cost: one token each."""
     made = context.generate(max_tokens, temperature=temperature, seed=seed)
     return {**read_chain(made.text, case.values, case.answers), "n_generated": len(made.ids), "stopped": made.stopped}
+
+
+def responsible_rows(bench: Bench, context: EditableContext, max_tokens: int) -> list[Row] | None:
+    """Which rows hold the decision of a chain that states the new value and still concludes stale (isolated swaps).
+
+    The chain up to its conclusion is run behind the repaired and behind the fresh prompt; each row behind the field, the
+    chain's own included, is then taken from the fresh one.
+
+    Returns:
+        The :data:`TOP` rows that move the margin most: row, region (``chain`` for generated rows), share of the gap; ``None``
+        where the conclusion cannot be found among the generated tokens.
+
+    Cost: the chain three times, and one token per row.
+    """
+    tokenizer, case = bench.model.tokenizer, bench.case
+    ids = [encode(tokenizer, f" {word}", templated=True)[0] for word in case.answers]
+    made = context.generate(max_tokens).ids
+    at = next((i for i, token in enumerate(made) if token in ids), None)
+    if not at:
+        return None
+    stale, fresh = (c.append(made[:at]).rows.join() for c in (context, bench.fresh))
+    first = case.new.positions("field")[-1] + 1
+    rows = range(first, len(stale) - 1)
+    found = swap_effects(bench.model, stale, [fresh], [Site((p,)) for p in rows], Reader.last(stale, ids), prefix=0)
+    whole = swap_effects(bench.model, stale, [fresh], [Site(tuple(rows))], Reader.last(stale, ids), prefix=0)
+    base = float(found.baseline[1] - found.baseline[0])
+    gap = float(whole.logits[0, 1] - whole.logits[0, 0]) - base
+    if gap < MIN_GAP:
+        return None
+    moved = (found.logits[:, 1] - found.logits[:, 0] - base) / gap
+    best = sorted(zip(rows, moved.tolist(), strict=True), key=lambda x: -x[1])[:TOP]
+    regions = case.new.regions
+    return [{"row": p, "region": regions[p] if p < len(regions) else "chain", "share": share} for p, share in best]
 
 
 def read_chain(text: str, values: tuple[str, str], answers: tuple[str, str]) -> Row:
