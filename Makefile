@@ -33,7 +33,7 @@ quickstart: $(STAMP)  ## measure the embedded model: table, figures, records
 	@echo "Full table: runs/quickstart/table.md (or: notelens table runs/quickstart). Figures: runs/quickstart/figures/"
 
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --benchmark-disable
 
 check: $(STAMP)  ## format, lint, types, layering; changes nothing
 	$(BIN)/ruff format --check .

@@ -7,7 +7,7 @@ from typing import Any
 SHARED: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -43,7 +43,7 @@ class Architecture:
         return {"model_type": self.kind, "vocab_size": vocab_size, **SHARED, **self.settings}
 
 
-_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_ALTERNATING = ["sliding_attention", "full_attention"] * 3
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", "grouped-query attention, one rotation"),
     "qwen3": Architecture("qwen3", "normalised queries and keys"),
@@ -67,12 +67,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3_text": Architecture(
         "gemma3_text",
-        "two rotations; a window of 32 on three of five layers",
+        "two rotations, one for each kind of layer; a window of 32 on four of six layers",
         {
-            "num_hidden_layers": 5,
             "sliding_window": 32,
             "query_pre_attn_scalar": 32,
-            "layer_types": [*_ALTERNATING, "sliding_attention"],
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -99,7 +98,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 128,
-            "first_k_dense_replace": 4,
+            "first_k_dense_replace": 6,
             "n_group": 1,
             "topk_group": 1,
         },

@@ -33,7 +33,7 @@ logger = logging.getLogger("train_organisms")
 
 LM_WEIGHT, REPEAT_WEIGHT = 0.05, 0.25
 LEARNING_RATE, WARM_UP, BETAS, WEIGHT_DECAY = 2e-3, 20, (0.9, 0.98), 0.01
-BATCH, LONG_BATCH = 64, 8
+BATCH, LONG_BATCH = 32, 8
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,17 @@ class Stage:
 
 
 PLAN = (
-    Stage(200, None, repeats=1.0),
-    Stage(400, EASY),
-    Stage(900, FULL, repeats=0.125),
-    Stage(300, FULL, repeats=0.06, long=0.3),
+    Stage(250, None),
+    Stage(650, EASY),
+    Stage(1100, FULL, repeats=0.125),
+    Stage(400, FULL, repeats=0.06, long=0.4),
 )
 NOTES_FREE_PLAN = (
-    Stage(200, None, repeats=1.0),
-    Stage(400, EASY),
-    Stage(700, NOTES_FREE, repeats=0.06, split=True),
+    Stage(250, None),
+    Stage(650, EASY),
+    Stage(1200, NOTES_FREE, repeats=0.06, split=True),
 )
+"""A batch holds about 60 answers: 32 conversations with two or three each."""
 
 
 class Source:

@@ -13,6 +13,10 @@ class ConfigError(InputError):
     """A configuration file is malformed; the message carries file and line where they are known."""
 
 
+class FolderInUseError(InputError):
+    """Another process is writing to the folder of a run."""
+
+
 class UnknownNameError(InputError, KeyError):
     """A name is not in a registry; the message lists the nearest names."""
 

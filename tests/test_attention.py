@@ -1,5 +1,6 @@
 """Moving rows: contracts over the whole registry of representations, each also on broken members, and one case per pitfall."""
 
+import math
 from typing import Any
 
 import pytest
@@ -70,9 +71,9 @@ def test_there_are_enough_broken_members() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3", "glm4", "gemma3_text", "deepseek_v2", "falcon_h1"])
-def test_one_step_of_bfloat16(name: str) -> None:
+def test_bfloat16_rows_match_within_its_rounding(name: str) -> None:
     model = wrapped(contract.random_hf(name, dtype=torch.bfloat16), name, gate=False)
-    assert moves.span_problems(model, first=moves.BF16_STEP, deep=float("inf")) == []
+    assert moves.span_problems(model, first=moves.BF16_STEPS, deep=float("inf")) == [], "layer 0"
 
 
 # --- pairing, width, frequencies --------------------------------------------------------------------------------------
@@ -123,9 +124,9 @@ def test_partial_width_counts_from_the_rotary_width(at: int) -> None:
     inv_freq = 1e4 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     out = rotate(keys, at, inv_freq)
     for i in (0, 5, 31):
-        a, b, angle = keys[0, 0, i], keys[0, 0, i + 32], at * 1e4 ** (-2 * i / 64)
-        turned = a * torch.cos(torch.tensor(angle).double()) - b * torch.sin(torch.tensor(angle).double())
-        assert float((out[0, 0, i] - turned).abs()) <= 1e-9
+        a, b, angle = float(keys[0, 0, i]), float(keys[0, 0, i + 32]), at * 1e4 ** (-2 * i / 64)
+        turned = a * math.cos(angle) - b * math.sin(angle)
+        assert abs(float(out[0, 0, i]) - turned) <= 1e-9
     assert torch.equal(out[..., 64:], keys[..., 64:])
 
 
@@ -177,7 +178,7 @@ def test_the_flag_of_no_rope_layers_is_1_where_a_layer_rotates() -> None:
     hf = contract.random_hf("smollm3", no_rope_layers=[1, 1, 1, 0])
     model = wrapped(hf, "smollm3", gate=False)
     here, there = moves.span(model, 3), moves.span(model, 40)
-    probed = [not torch.equal(a, b) for a, b in zip(here.keys, there.keys, strict=True)]
+    probed = [moves.gap(a, b) > 1e-2 for a, b in zip(here.keys, there.keys, strict=True)]
     assert probed == [True, True, True, False]
     assert [g.rope_theta is not None for g in model.geometry.layers] == probed
 
@@ -285,7 +286,7 @@ def test_a_cache_of_another_model_is_refused() -> None:
 
 
 def test_alibi_rows_carry_no_position() -> None:
-    settings = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": 42}
+    settings = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": contract._SMALL["vocab_size"]}
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **settings)).eval()
     ids = contract.random_ids(8)

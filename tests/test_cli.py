@@ -203,9 +203,11 @@ def test_unknown_names_and_files(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_gate_shows_every_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, passed: bool
 ) -> None:
-    from notelens.models import load
+    from notelens.models import load, support
 
-    gate = SimpleNamespace(passed=passed, lines=lambda: ["ok   cached decode", "FAIL identity patch"])
+    gate = SimpleNamespace(
+        passed=passed, lines=lambda: ["ok   cached decode", "FAIL identity patch"], notes=("no hooks",)
+    )
     asked: list[Any] = []
 
     def fake(name: str, **options: Any) -> Any:
@@ -213,8 +215,10 @@ def test_gate_shows_every_check(
         return SimpleNamespace(gate=gate)
 
     monkeypatch.setattr(load, "load", fake)
+    monkeypatch.setattr(support, "support_lines", lambda _: ["layers 0-2: gqa"])
     code, out, err = invoke(capsys, "gate", "smollm2", "--dtype", "bfloat16")
-    assert code == (0 if passed else 3) and "ok   cached decode\nFAIL identity patch\n" in out
+    lines = "ok   cached decode\nFAIL identity patch\nnote no hooks\nlayers 0-2: gqa\n"
+    assert code == (0 if passed else 3) and lines in out
     assert err == ("" if passed else "error: smollm2 failed its gate\n")
     assert asked[0][0] == "smollm2" and asked[0][1]["dtype"] == "bfloat16" and asked[0][1]["allow_ungated"] is True
 
@@ -552,7 +556,8 @@ def test_500_malformed_configurations_end_in_one_line_and_code_2(
     monkeypatch.setattr(runner, "_report", lambda *_, **__: result())
     monkeypatch.setattr("notelens.runs.manifest.commit", lambda: {"commit": None, "dirty": None})
     monkeypatch.chdir(tmp_path)
-    sources = [p.read_text() for p in sorted(CONFIGS.rglob("*.yaml"))] + [RICH] * 12
+    shipped = [p.read_text() for p in sorted(CONFIGS.rglob("*.yaml"))]
+    sources = [text for text in shipped if "\nsweep:" not in text] + [RICH] * 12
     rng = random.Random(20260101)
     path = tmp_path / "fuzz.yaml"
     n_refused = n_accepted = 0

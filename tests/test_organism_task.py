@@ -54,11 +54,11 @@ def read(text: str) -> str:
 
 class TestAnswers:
     @pytest.mark.parametrize(
-        ("kind", "order", "split"), product(KINDS, ("value_first", "rule_first"), ("eval", "train"))
+        ("kind", "order", "split"), list(product(KINDS, ("value_first", "rule_first"), ("eval", "train")))
     )
     def test_every_cell_is_what_its_text_says(self, tokenizer: Any, kind: str, order: str, split: str) -> None:
         task = OrganismLanguage(kinds=[kind], order=order, split=split)
-        instances = task.instances(tokenizer, 96, 0)
+        instances = task.instances(tokenizer, 48, 0)
         assert {i.form for i in instances} == ({"lookup"} if kind == "lookup" else set(KIND_FORMS[kind]))
         for instance in instances:
             for cell, prompt in instance.cells.items():
@@ -89,7 +89,7 @@ class TestAnswers:
         assert {s.history[0] == s.draw.values[0] for s in back} == {True, False}
         assert all(a != b for s in scenes for a, b in zip(s.history, s.history[1:], strict=False))
 
-    @pytest.mark.parametrize(("kind", "mode"), product(KINDS, ("act", "call", "think")))
+    @pytest.mark.parametrize(("kind", "mode"), list(product(KINDS, ("act", "call", "think"))))
     def test_supervised_texts_end_in_what_is_right(self, tokenizer: Any, kind: str, mode: Any) -> None:
         task = OrganismLanguage(kinds=[kind])
         for scene in task.scenes(24, 3):
@@ -112,9 +112,7 @@ class TestPrompts:
         assert Counter(i.family for i in found) == dict.fromkeys(
             [f.name for f in organism_families()], len(task.variants)
         )
-        assert (
-            len(set(Counter((str(i.meta["kind"]), str(i.meta["template"])[:0], i.form) for i in found).values())) == 1
-        )
+        assert len(set(Counter((i.meta["kind"], i.form) for i in found).values())) == 1
         assert task.instances(tokenizer, 10, 5) == found[:10] != task.instances(tokenizer, 10, 6)
         assert len({i.id for i in found}) == len(found)
 

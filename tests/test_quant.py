@@ -22,7 +22,8 @@ WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 
 
 
 def admitted(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> HFNoteModel:
-    hf = contract.random_hf(name, dtype=dtype, **WIDE)
+    wide = {k: v for k, v in WIDE.items() if k != "head_dim" or not name.startswith("deepseek")}
+    hf = contract.random_hf(name, dtype=dtype, **wide)
     return wrap(hf, new_tokenizer(), name=name, bridge=False, **options)
 
 
@@ -93,8 +94,9 @@ def torchao() -> Any:
     return pytest.importorskip("torchao")
 
 
-LIMITS = {"int8": 0.05, "fp8": 0.3, "int4": 0.6}
-"""Largest logit drift over the largest logit on random weights of three layers: seen 0.01, 0.05 and 0.2."""
+LIMITS = {"int8": 0.15, "fp8": 0.2, "int4": 1.5}
+"""Mean divergence from float32 in nats, on random weights of three layers: seen 0.003 to 0.075, 0.04 to 0.09, 0.3 to 0.7 (the
+upper ends are mixtures of experts and int4, where single tokens go to another expert or another word)."""
 
 
 @pytest.mark.parametrize("kind", LIMITS)
@@ -105,7 +107,7 @@ def test_gate_and_engine_run_on_quantised_weights(torchao: Any, name: str, kind:
     facts = json.loads(json.dumps(model.facts()))
     assert facts["quantisation"]["kind"] == kind and facts["quantisation"]["n_linear"] > 0
     assert facts["quantisation"]["version"] == torchao.__version__
-    assert 0 < facts["drift"]["logit_relative"] < LIMITS[kind]
+    assert 0 < facts["drift"]["kl_mean"] < LIMITS[kind] and facts["drift"]["logit_relative"] > 0
     assert facts["versions"]["torchao"] == torchao.__version__
     ids, other = contract.contract_ids(name)
     base, donor = (model.prefill(i).cache for i in (ids, other[0]))

@@ -1,5 +1,6 @@
 """Skill files: bit-exact between processes, and refused when anything in them was changed or does not fit the model."""
 
+import hashlib
 import json
 import pickle
 import random
@@ -16,22 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from notelens.cache import artefact
 from notelens.cache.artefact import SkillFile, SkillHeader, check_model, dump, parse, read_skill, renamed, write_skill
-from notelens.compose import Skill, compile_skill
-from notelens.compose.tag import model_tag
 from notelens.errors import ArtefactError, RecordError
-from tests.contracts.models import note_model, random_hf, random_ids
 from tests.skill_writers import TAG, toy_skill
-from tests.tiny import new_tokenizer, wrapped
-
-IDS = list(random_ids(9, seed=2))
 
 
 def resigned(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     """The file with a changed header and a digest that fits again: what only someone who wants to deceive would write."""
-    import hashlib
-
     size = 8 + int.from_bytes(raw[:8], "little")
     outer = json.loads(raw[8:size])
     header = json.loads(outer["__metadata__"]["notelens"])
@@ -55,21 +47,9 @@ class TestRoundTrip:
         for a, b in zip((*found.keys, *found.values), (*skill.keys, *skill.values), strict=True):
             assert torch.equal(a, b) and a.dtype == b.dtype
 
-    @pytest.mark.parametrize("name", ["llama3", "gemma3_text", "tiny"])
-    @pytest.mark.parametrize("scheme", ["rotated", "unrotated"])
-    def test_skills(self, tmp_path: Path, name: str, scheme: str) -> None:
-        model = note_model(name)
-        for condition, prefix in (("isolated", None), ("neutral", IDS[:2]), ("prefix", IDS[:4])):
-            skill = compile_skill(model, IDS, name="a", condition=condition, prefix=prefix, scheme=scheme)
-            skill.save(tmp_path / "a.skill")
-            found = Skill.load(tmp_path / "a.skill", model)
-            assert found == replace(skill, cache=found.cache) and found.key == skill.key
-            assert found.cache.digest() == skill.cache.digest() and found.cache.history == skill.cache.history
-
     def test_between_processes_without_transformers(self, tmp_path: Path) -> None:
         """The reader imports torch and safetensors only, and gets the same bytes."""
-        skill = compile_skill(note_model("llama"), IDS, name="a")
-        skill.save(tmp_path / "a.skill")
+        write_skill(toy_skill("a", n=40), tmp_path / "a.skill")
         code = (
             "import sys; from pathlib import Path; from notelens.cache.artefact import read_skill, dump; "
             "from notelens.cache.library import SkillLibrary; import hashlib; "
@@ -80,8 +60,6 @@ class TestRoundTrip:
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "a.skill")], capture_output=True, text=True, check=True
         )
-        import hashlib
-
         digest, modules = done.stdout.splitlines()
         assert digest == hashlib.sha256((tmp_path / "a.skill").read_bytes()).hexdigest() and modules == "[]"
 
@@ -204,10 +182,6 @@ class TestForeignFiles:
         with pytest.raises(ArtefactError):
             read_skill(tmp_path / "a.skill")
         assert not (tmp_path / "boom").exists()
-        assert (
-            "pickle" not in Path(artefact.__file__).read_text()
-            and "torch.load" not in Path(artefact.__file__).read_text()
-        )
 
     def test_missing_and_unwritable(self, tmp_path: Path) -> None:
         with pytest.raises(ArtefactError, match="cannot be read"):
@@ -239,31 +213,6 @@ class TestAnotherModel:
         with pytest.raises(ArtefactError, match=message):
             check_model(toy_skill("a").header, replace(TAG, **change))
         check_model(toy_skill("a").header, replace(TAG, name="another name for it"))
-
-    def test_is_refused_by_model(self, tmp_path: Path) -> None:
-        model = note_model("llama")
-        skill = compile_skill(model, IDS, name="a")
-        skill.save(tmp_path / "a.skill")
-        theta = wrapped(
-            random_hf("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e4}), "x", gate=False
-        )
-        assert model_tag(theta).weights_sha256 == skill.tag.weights_sha256  # the same weights, another table
-        half = wrapped(random_hf("llama", dtype=torch.bfloat16), "x", gate=False)
-        other = new_tokenizer()
-        other.add_tokens(["more"])
-        from notelens.models.load import wrap
-
-        vocabulary = wrap(random_hf("llama"), other, name="x", gate=False)
-        for wrong, message in (
-            (note_model("qwen3"), "made by model 'llama'"),
-            (theta, "another RoPE table"),
-            (half, "made by model 'llama'"),
-            (vocabulary, "another tokenizer"),
-        ):
-            with pytest.raises(ArtefactError, match=message):
-                Skill.load(tmp_path / "a.skill", wrong)
-            with pytest.raises(ArtefactError, match=message):
-                skill.at(wrong, 0)
 
 
 def test_names() -> None:

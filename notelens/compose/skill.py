@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from notelens.attention.move import move_rows
+from notelens.attention.move import adapters, move_rows
 from notelens.cache.artefact import CONDITIONS, SCHEMES, ModelTag, SkillFile, SkillHeader, check_model, check_name
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import slice_rows
 from notelens.compose.tag import model_tag
 from notelens.errors import ArtefactError, CacheError, ComposeError, UnsupportedModelError
 from notelens.models.base import NoteModel
-from notelens.rope import rotate
 from notelens.spans import bos_text, encode
 
 if TYPE_CHECKING:
@@ -310,10 +309,12 @@ def _turn(model: NoteModel, cache: KVCache, *, forward: bool) -> KVCache:
     """Put the rotation of every row's position on its key, or take it off."""
     steps = (cache.positions if forward else -cache.positions).to(cache.device)
     keys: list[Tensor] = []
-    for layer, key in enumerate(cache.keys):
-        inv_freq = model.family.inv_freq(model.hf, layer)
-        keys.append(key if inv_freq is None else rotate(key, steps, inv_freq.to(key.device)))
-    return cache.replace_tensors(keys, cache.values, history=cache.history)
+    values: list[Tensor] = []
+    for adapter, key, value in zip(adapters(model), cache.keys, cache.values, strict=True):
+        moved_key, moved_value = adapter.move(key, value, steps)
+        keys.append(moved_key)
+        values.append(moved_value)
+    return cache.replace_tensors(keys, values, history=cache.history)
 
 
 def _unrotated(model: NoteModel, rows: KVCache, name: str) -> KVCache:

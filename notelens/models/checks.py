@@ -72,7 +72,14 @@ def check_config(family: FamilySpec, config: Any) -> None:
 
 def _unknown_keys(family: FamilySpec, text: Any, kind: str) -> None:
     cls = type(text)
-    known = {f.name for f in dataclasses.fields(cls)} | set(vars(cls())) | set(cls.attribute_map) | BOOKKEEPING
+    # dir: a model that was loaded carries plans of the class (tensor parallelism) in its own config
+    known = (
+        {f.name for f in dataclasses.fields(cls)}
+        | set(vars(cls()))
+        | set(cls.attribute_map)
+        | set(dir(cls))
+        | BOOKKEEPING
+    )
     for key, value in vars(text).items():
         if key in known or key.startswith("_"):
             continue

@@ -20,7 +20,7 @@ from notelens.models.quant import LARGEST_BYTES, Outputs, drift, in_float32, out
 from notelens.models.refused import refusal
 from notelens.registry import nearest
 from notelens.zoo.embedded import EMBEDDED, load_embedded
-from notelens.zoo.organisms import PREFIX, load_organism, organisms
+from notelens.zoo.organisms import PREFIX, load_organism, organism_specs
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def load(
         hf: Any = loaded
         hf.to(device)
         label, revision = (name if competence else f"{name}-bare"), None
-    elif name in organisms():
+    elif name in organism_specs():
         small, tokenizer = load_organism(name, dtype=DTYPES[dtype])
         hf = small
         hf.to(device)
@@ -134,8 +134,8 @@ def _from_transformers(name: str, revision: str | None, dtype: torch.dtype, devi
     local = Path(name).expanduser()
     if not local.is_dir() and (name.count("/") != 1 or name.startswith(PREFIX)):
         raise InputError(
-            f"unknown model {name!r}; {nearest(name, sorted((*EMBEDDED, *organisms())))} Otherwise give a local folder or a "
-            "Hugging Face id such as 'Qwen/Qwen3-4B'"
+            f"unknown model {name!r}; {nearest(name, sorted((*EMBEDDED, *organism_specs())))} Otherwise give a local "
+            "folder or a Hugging Face id such as 'Qwen/Qwen3-4B'"
         )
     source = str(local) if local.is_dir() else name
     try:

@@ -10,7 +10,7 @@ import torch
 from notelens.errors import InputError
 from notelens.models import FAMILIES
 from notelens.zoo.embedded import EMBEDDED, embedded_tokenizer
-from notelens.zoo.organisms import organisms
+from notelens.zoo.organisms import organism_specs
 
 KNOWN_ARCHITECTURES = {
     "Qwen/Qwen3-8B": "qwen3",
@@ -83,8 +83,8 @@ def architecture(name: str) -> str:
     """
     if name in EMBEDDED:
         return "llama"
-    if name in organisms():
-        return str(organisms()[name].card["config"]["model_type"])
+    if name in organism_specs():
+        return str(organism_specs()[name].card["config"]["model_type"])
     if name in FAMILIES:
         return name
     if name in KNOWN_ARCHITECTURES:

@@ -28,6 +28,7 @@ from notelens.probes.swaps import (
     opposite,
     pair_meta,
     pairs_along,
+    single_effects,
     site_values,
     swap_pair,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "pairs_along",
     "rate_lines",
     "rounded",
+    "single_effects",
     "site_values",
     "swap_pair",
 ]

@@ -50,6 +50,7 @@ from notelens.probes.base import (
     pairs_along,
     rate_lines,
     rounded,
+    single_effects,
     swap_pair,
 )
 from notelens.probes.ranking import check_ks, ranked
@@ -90,18 +91,19 @@ class Injection(Probe):
     def measure(self, store: ContextStore, item: Item) -> list[Row]:
         """Two rows: the old prompt live with notes of the new one, and the reverse."""
         instance, pair = item.payload
-        _, downstream = field_and_downstream(pair)
+        field, downstream = field_and_downstream(pair)
         behind_rule = tuple(p for p in downstream if p > _rule_end(pair))
-        sites = [Site(downstream), Site(behind_rule), *(Site((p,)) for p in downstream)]
-        found = swap_pair(store, pair, sites)
+        singles = single_effects(store, pair)
+        found = swap_pair(store, pair, [Site(downstream), Site(behind_rule)])
         rows: list[Row] = []
         for direction, swapped in found.items():
-            whole, behind, *_ = swapped.recoveries
+            whole, behind = swapped.recoveries
             values = end_values(swapped) | {"followed": _follows(whole)}
             other = found[opposite(direction)]
             if swapped.excluded is None and other.excluded is None:
                 values |= _values("", whole) | _values("after_rule_", behind)
-                order = ranked(downstream, rounded(r.value for r in other.recoveries[2:]))
+                effects = singles[opposite(direction)].recoveries[len(field) :]
+                order = ranked(downstream, rounded(r.value for r in effects))
                 values |= self._other_sites(store, instance, pair, swapped, order, behind_rule)
             meta = pair_meta(instance, pair) | {"n_positions": len(downstream)}
             rows.append(Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta))

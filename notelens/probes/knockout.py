@@ -49,6 +49,7 @@ from notelens.probes.base import (
     pairs_along,
     rate_lines,
     rounded,
+    single_effects,
     swap_pair,
 )
 from notelens.probes.ranking import random_draws, ranked
@@ -126,10 +127,11 @@ class Knockout(Probe):
         """Two rows, one for each prompt of the pair as the recipient."""
         instance, pair = item.payload
         field, downstream = field_and_downstream(pair)
-        single = swap_pair(store, pair, [Site((p,)) for p in downstream])
+        single = single_effects(store, pair)
         sites: dict[Direction, list[Site]] = {}
         for direction in DIRECTIONS:
-            order = ranked(downstream, rounded(r.value for r in single[opposite(direction)].recoveries))
+            effects = single[opposite(direction)].recoveries[len(field) :]
+            order = ranked(downstream, rounded(r.value for r in effects))
             key = f"{self.seed}/{item.id}/{direction}"
             sites[direction] = self._sites(store.model.geometry.n_layers, field, order, key)
         rows: list[Row] = []

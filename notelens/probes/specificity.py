@@ -23,7 +23,6 @@ Cost for each pair: 2 prefills, about 2 x (positions + 170) one-token readers in
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from notelens.context import ContextStore
@@ -46,6 +45,7 @@ from notelens.probes.base import (
     pair_meta,
     pairs_along,
     rounded,
+    single_effects,
     site_values,
     swap_pair,
 )
@@ -131,15 +131,15 @@ class Specificity(Probe):
     def _map(self, store: ContextStore, item: Item) -> list[Row]:
         instance, pair = item.payload
         field, downstream = field_and_downstream(pair)
-        singles = [Site((p,)) for p in (*field, *downstream)]
+        singles = single_effects(store, pair)
         rows: list[Row] = []
-        for direction, swapped in swap_pair(store, pair, [Site(downstream), *singles]).items():
+        for direction, swapped in swap_pair(store, pair, [Site(downstream)]).items():
             check_fired(swapped, f"specificity {pair.id}")
             values = end_values(swapped) | _token_facts(pair, direction, downstream, instance)
             values["field_positions"] = list(field)
             if swapped.excluded is None:
-                values |= site_values(replace(swapped, recoveries=swapped.recoveries[:1]), ["all"])
-                effects = rounded(r.value for r in swapped.recoveries[1:])
+                values |= site_values(swapped, ["all"])
+                effects = rounded(r.value for r in singles[direction].recoveries)
                 values |= {"field_effects": effects[: len(field)], "effects": effects[len(field) :]}
             meta = pair_meta(instance, pair)
             rows.append(Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta))

@@ -1,5 +1,6 @@
 """Pairs of prompts, isolated swaps between their caches, and what a row says about them."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from notelens.tasks.base import Instance
 
 NO_EFFECT = 1e-5
 """Share of the gap below which a margin has not moved: what float32 rounding changes between batch sizes."""
+_SINGLES: weakref.WeakKeyDictionary[ContextStore, dict[tuple[tuple[int, ...], ...], dict[Direction, "Swapped"]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,20 @@ def swap_pair(
         recoveries = tuple(Recovery(base, donor, m) for m in patched)
         found[direction] = Swapped(direction, base, donor, exclusion(base, donor), recoveries)
     return found
+
+
+def single_effects(store: ContextStore, pair: Pair) -> dict[Direction, Swapped]:
+    """:func:`swap_pair` with every row from the field to the decision on its own, field first, then the rows behind it.
+
+    Several probes begin with this map, so it is measured once per store and pair, always as a batch of its own: what a probe
+    sees does not depend on which probes ran before it.
+    """
+    field, downstream = field_and_downstream(pair)
+    known = _SINGLES.setdefault(store, {})
+    key = (pair.old.token_ids, pair.new.token_ids, pair.answer_ids, (*field, -1, *downstream))
+    if key not in known:
+        known[key] = swap_pair(store, pair, [Site((p,)) for p in (*field, *downstream)])
+    return known[key]
 
 
 def check_fired(swapped: Swapped, what: str) -> None:

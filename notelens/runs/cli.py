@@ -1,7 +1,8 @@
-"""The command line: ``notelens run``, ``map``, ``list``, ``gate``, ``table`` and ``skill``. Importing it imports no torch.
+"""The command line: ``notelens run``, ``map``, ``list``, ``gate``, ``table``, ``merge`` and ``skill``; imports no torch.
 
 Exit codes: 0 done, 1 something failed on the way (a full disk, non-finite logits), 2 bad input, 3 the model failed its
-gate or is not competent, 130 stopped by Ctrl-C. Errors are one line on stderr that begins with ``error:``.
+gate or is not competent (of a sweep: a cell is marked), 130 stopped by Ctrl-C. Errors are one line on stderr that begins
+with ``error:``.
 """
 
 import ast
@@ -28,7 +29,10 @@ from notelens.errors import (
 from notelens.registry import nearest
 from notelens.runs import skills
 from notelens.runs.progress import Progress, Silent
+from notelens.runs.sweep_config import is_sweep
+from notelens.runs.sweep_folder import is_sweep_folder
 from notelens.runs.tables import FORMATS, load_table, render
+from notelens.runs.yamlfile import Document
 
 OK, FAILED, BAD_INPUT, NOT_ADMITTED, STOPPED = 0, 1, 2, 3, 130
 
@@ -76,12 +80,25 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="A few instances per probe on a small random model; nothing is kept.")
     ] = False,
+    jobs: Annotated[int | None, typer.Option(help="Of a sweep: so many worker processes.")] = None,
+    launcher: Annotated[str, typer.Option(help="Of a sweep: local or ray.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster: auto or HOST:PORT.")] = None,
+    limit: Annotated[float | None, typer.Option(help="Of a sweep: minutes after which a cell is stopped.")] = None,
 ) -> None:
-    """Measure a configuration, or continue it: finished items are never measured twice."""
-    from notelens.runs.config import load_config
+    """Measure a configuration or a sweep, or continue it: finished items are never measured twice."""
+    from notelens.runs.config import read_config, validate
     from notelens.runs.runner import execute
 
-    loaded, document = load_config(config, set_ or ())
+    document = read_config(config, set_ or ())
+    options = {"launcher": launcher, "jobs": jobs, "address": address, "limit": limit}
+    if is_sweep(document):
+        _run_sweep(document, out, options, dry_run)
+        return
+    if options != {"launcher": "local", "jobs": None, "address": None, "limit": None}:
+        raise InputError(
+            f"{config}: --jobs, --launcher, --address and --limit are for sweeps; this file has no 'sweep'"
+        )
+    loaded = validate(document)
     folder = out if out is not None else Path("runs") / loaded.name
     try:
         with _progress() as progress:
@@ -104,6 +121,17 @@ def run(
         _say(sentence)
     for sentence in result.incompetent[:1]:
         raise CompetenceError(sentence)
+
+
+def _run_sweep(document: Document, out: Path | None, options: dict[str, Any], dry_run: bool) -> None:
+    from notelens.runs.sweep_cli import run_document
+
+    try:
+        n_marked = run_document(document, out, options, dry_run=dry_run, say=_say)
+    except KeyboardInterrupt:
+        raise typer.Exit(STOPPED) from None
+    if n_marked:
+        raise typer.Exit(NOT_ADMITTED)
 
 
 @app.command("map")
@@ -162,10 +190,10 @@ def list_(what: Annotated[Kind, typer.Argument(help="probes, models or tasks.")]
     if what is Kind.models:
         from notelens.models import FAMILIES
         from notelens.zoo.embedded import EMBEDDED
-        from notelens.zoo.organisms import organisms
+        from notelens.zoo.organisms import organism_specs
 
         lines = [(name, spec.source) for name, spec in sorted(EMBEDDED.items())]
-        lines += [(name, f"trained from scratch; {spec.card['why']}") for name, spec in organisms().items()]
+        lines += [(name, f"trained from scratch; {spec.card['why']}") for name, spec in organism_specs().items()]
         others = f"any Hugging Face id or local folder of type {', '.join(FAMILIES.names())}"
         lines.append(("<hub id or folder>", others))
     else:
@@ -212,11 +240,30 @@ def gate(
 def table(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")],
     format: Annotated[str, typer.Option(help="md, csv, tex or json.")] = "md",
+    layout: Annotated[str, typer.Option(help="Of a sweep: long, or wide (one row per model).")] = "long",
 ) -> None:
-    """Print the aggregates of a run."""
+    """Print the aggregates of a run or of a sweep."""
+    if is_sweep_folder(folder):
+        from notelens.runs.sweep_tables import render_sweep
+
+        typer.echo(render_sweep(folder, format, layout), nl=False)
+        return
+    if layout != "long":
+        raise InputError(f"{folder}: --layout {layout} is for the folder of a sweep, and this holds none")
     if format not in FORMATS:
         raise InputError(f"unknown format {format!r}; {nearest(format, list(FORMATS))}")
     typer.echo(render(load_table(folder), format), nl=False)
+
+
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(help="New folder, or that of a sweep to add to.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of sweeps.")],
+) -> None:
+    """Join sweeps made in parts, for instance on several machines; the parts are not changed."""
+    from notelens.runs.sweep_cli import merge_folders
+
+    typer.echo(merge_folders(out, folders))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,11 +28,13 @@ UNHASHED = frozenset({"name", "description", "figures"})
 """Top-level keys that do not change any measured number."""
 
 
-class _Closed(BaseModel):
+class Closed(BaseModel):
+    """Frozen, strict, closed to unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ModelConfig(_Closed):
+class ModelConfig(Closed):
     """Which model, and how it is run; the arguments of :func:`notelens.load`.
 
     Attributes:
@@ -58,16 +60,16 @@ class ModelConfig(_Closed):
     @model_validator(mode="after")
     def _possible(self) -> "ModelConfig":
         from notelens.zoo.embedded import EMBEDDED
-        from notelens.zoo.organisms import organisms
+        from notelens.zoo.organisms import organism_specs
 
-        if (self.name in EMBEDDED or self.name in organisms()) and self.revision is not None:
+        if (self.name in EMBEDDED or self.name in organism_specs()) and self.revision is not None:
             raise ValueError(f"model {self.name!r} comes with its package and has one revision only; remove 'revision'")
         if self.dtype == "float16" and self.device == "cpu":
             raise ValueError("dtype float16 overflows and is slow on a CPU; use float32 or bfloat16, or device 'cuda'")
         return self
 
 
-class TaskConfig(_Closed):
+class TaskConfig(Closed):
     """Where instances come from.
 
     Attributes:
@@ -83,7 +85,7 @@ class TaskConfig(_Closed):
     params: Params = Field(default_factory=dict[str, JsonValue])
 
 
-class TaskOverride(_Closed):
+class TaskOverride(Closed):
     """What one probe changes in the run's task; absent keys are taken from it, ``params`` key by key.
 
     With another ``name`` the run's ``params`` do not apply.
@@ -105,7 +107,7 @@ class TaskOverride(_Closed):
         )
 
 
-class ProbeConfig(_Closed):
+class ProbeConfig(Closed):
     """One probe of a run.
 
     Attributes:
@@ -119,7 +121,7 @@ class ProbeConfig(_Closed):
     task: TaskOverride | None = None
 
 
-class RunConfig(_Closed):
+class RunConfig(Closed):
     """Everything that decides what a run measures.
 
     Attributes:
@@ -155,7 +157,7 @@ class RunConfig(_Closed):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Document]:
-    """Read and validate a configuration file.
+    """Read and validate the configuration file of one run.
 
     Args:
         path: YAML file.
@@ -167,10 +169,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCon
     Raises:
         ConfigError: with file and line (or the override), one sentence, and the nearest known name.
     """
+    document = read_config(path, overrides)
+    return validate(document), document
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Document:
+    """Read a configuration file with overrides, without validating it; of one run or of a sweep.
+
+    Raises:
+        ConfigError: it is no YAML mapping, or an override leads nowhere.
+    """
     document = read_document(path)
     for text in overrides:
         document = override(document, text)
-    return validate(document), document
+    return document
 
 
 def validate(document: Document) -> RunConfig:
@@ -185,12 +197,12 @@ def validate(document: Document) -> RunConfig:
     try:
         config = RunConfig.model_validate_json(json.dumps(document.data))
     except ValidationError as e:
-        raise ConfigError(_sentence(e, document)) from None
-    _check_name(TASKS, config.task.name, ("task", "name"), document)
+        raise ConfigError(sentence(e, document, RunConfig)) from None
+    check_name(TASKS, config.task.name, ("task", "name"), document)
     for i, probe in enumerate(config.probes):
-        _check_name(PROBES, probe.name, ("probes", i, "name"), document)
+        check_name(PROBES, probe.name, ("probes", i, "name"), document)
         if probe.task is not None and probe.task.name is not None:
-            _check_name(TASKS, probe.task.name, ("probes", i, "task", "name"), document)
+            check_name(TASKS, probe.task.name, ("probes", i, "task", "name"), document)
     return config
 
 
@@ -271,7 +283,8 @@ def _leaves(value: Any, path: Keys) -> dict[Keys, Plain]:
     return {p: leaf for key, child in children for p, leaf in _leaves(child, (*path, key)).items()}
 
 
-def _check_name(registry: Registry[type], name: str, path: Keys, document: Document) -> None:
+def check_name(registry: Registry[type], name: str, path: Keys, document: Document) -> None:
+    """Refuse an unknown task or probe with its line and the nearest known name."""
     if name not in registry:
         where = document.place(path)
         raise ConfigError(f"{where}: unknown {registry.kind} {name!r}; {nearest(name, registry.names())}")
@@ -300,7 +313,7 @@ _PATTERNS = {
 }
 
 
-def _sentence(error: ValidationError, document: Document) -> str:
+def sentence(error: ValidationError, document: Document, root: type[BaseModel]) -> str:
     """The most telling of pydantic's complaints as one line: unknown keys first, since they explain missing ones."""
     found = error.errors(include_url=False)
     first = min(found, key=lambda e: (e["type"] != "extra_forbidden", e["type"] == "missing"))
@@ -308,12 +321,12 @@ def _sentence(error: ValidationError, document: Document) -> str:
     where, context = document.place(path), first.get("ctx", {})
     more = f" ({len(found) - 1} more problem{'s' * (len(found) > 2)})" if len(found) > 1 else ""
     if first["type"] == "extra_forbidden":
-        known = sorted(_model_at(path[:-1]).model_fields)
+        known = sorted({*_model_at(path[:-1], root).model_fields, *(["sweep"] if len(path) == 1 else [])})
         return f"{where}: unknown key {str(path[-1])!r}; {nearest(str(path[-1]), known)}{more}"
     if first["type"] == "value_error":
         return f"{where}: {context.get('error', first['msg'])}{more}"
     if first["type"] == "literal_error":
-        options = _options(path)
+        options = _options(path, root)
         return f"{where}: '{dotted(path)}' is {kind(first['input'])}; {nearest(str(first['input']), options)}{more}"
     if first["type"] == "string_pattern_mismatch":
         words = _PATTERNS[context["pattern"]]
@@ -323,17 +336,17 @@ def _sentence(error: ValidationError, document: Document) -> str:
     return f"{where}: '{dotted(path)}' {words}{shown}{more}"
 
 
-def _model_at(path: Sequence[str | int]) -> type[BaseModel]:
-    model: type[BaseModel] = RunConfig
+def _model_at(path: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel]:
+    model = root
     for key in path:
         if isinstance(key, str):
             model = next(t for t in _types(model.model_fields[key].annotation) if issubclass(t, BaseModel))
     return model
 
 
-def _options(path: Sequence[str | int]) -> list[str]:
+def _options(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:
     """What a literal field accepts."""
-    annotation: Any = _model_at(path[:-1]).model_fields[str(path[-1])].annotation
+    annotation: Any = _model_at(path[:-1], root).model_fields[str(path[-1])].annotation
     literals = [annotation, *get_args(annotation)]
     return [option for literal in literals for option in get_args(literal) if isinstance(option, str)]
 
@@ -346,16 +359,20 @@ def _types(annotation: Any) -> list[type]:
 
 
 __all__ = [
+    "Closed",
     "ModelConfig",
     "ProbeConfig",
     "RunConfig",
     "TaskConfig",
     "TaskOverride",
+    "check_name",
     "config_hash",
     "differences",
     "dotted",
     "hashed",
     "load_config",
     "override",
+    "read_config",
+    "sentence",
     "validate",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from notelens._files import reason, write_atomic
-from notelens.errors import InputError, RecordError
+from notelens.errors import FolderInUseError, InputError, RecordError
 
 __all__ = ["LOCK", "held", "make_folder", "reason", "write_atomic"]
 
@@ -33,7 +33,8 @@ def held(folder: Path) -> Iterator[Path]:
     """Create ``folder`` if need be and hold it for this process; the hold ends with the process, however it dies.
 
     Raises:
-        InputError: another process holds it, or it is not a folder.
+        FolderInUseError: another process holds it.
+        InputError: it is not a folder.
         RecordError: it cannot be created or locked.
     """
     import fcntl
@@ -48,7 +49,7 @@ def held(folder: Path) -> Iterator[Path]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise InputError(
+            raise FolderInUseError(
                 f"{folder}: another run (process {holder}) is writing here; wait for it, or choose another "
                 "folder with --out"
             ) from None

@@ -45,11 +45,13 @@ class Table:
         title: name of the run.
         header: sentences on model, gate, competence and what n counts.
         rows: aggregate lines.
+        labels: names of columns to put first, each with the field of a row that fills it; a run needs none.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[Line, ...]
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 def load_table(folder: Path) -> Table:
@@ -87,7 +89,7 @@ def make_table(
     for row in rows:
         if row["metric"] == "competence" and row["method"] not in DIRECTIONS:
             shares.setdefault(str(row["experiment"]), row)  # the first one pools all rule forms
-    competence = ", ".join(f"{_number(r['value'])} ({name}, n={r['n']})" for name, r in shares.items())
+    competence = ", ".join(f"{number(r['value'])} ({name}, n={r['n']})" for name, r in shares.items())
     began: Mapping[str, Any] = manifest["sessions"][0]
     header = [
         f"{model} {gate}",
@@ -146,11 +148,11 @@ def render(table: Table, format: str, *, summary: bool = False) -> str:
     if format == "md":
         return _markdown(table, rows, summary)
     if format == "csv":
-        return _csv(rows)
+        return _csv(table, rows)
     if format == "tex":
         return _latex(table, rows)
     if format == "json":
-        return json.dumps([_flat(r) for r in rows], indent=1) + "\n"
+        return json.dumps([_flat(r, table) for r in rows], indent=1) + "\n"
     raise InputError(f"unknown format {format!r}; {nearest(format, list(FORMATS))}")
 
 
@@ -182,11 +184,17 @@ def _in_pooled(row: Line, rows: Sequence[Line]) -> bool:
     )
 
 
-def _flat(row: Line) -> Line:
-    return {**{name: row.get(name) for name in (*FIELDS, *MORE_FIELDS)}, "flags": flags(row)}
+def _names(table: Table) -> tuple[str, ...]:
+    """Fields of a row of data: those of every run, then those that only this table has."""
+    return tuple(dict.fromkeys((*FIELDS, *MORE_FIELDS, *(field for _, field in table.labels))))
 
 
-def _number(value: object) -> str:
+def _flat(row: Line, table: Table) -> Line:
+    return {**{name: row.get(name) for name in _names(table)}, "flags": flags(row)}
+
+
+def number(value: object) -> str:
+    """Three digits, or ``undefined``."""
     if not isinstance(value, int | float):
         return "undefined"
     text = f"{value:.3f}"
@@ -200,12 +208,13 @@ def flags(row: Line) -> list[str]:
     return [*out, "zero_width"] if flat and "zero_width" not in out else out
 
 
-def _value(row: Line) -> str:
+def value_text(row: Line) -> str:
+    """Value, interval and marks."""
     if row["value"] is None:
         return "undefined"
-    interval = "" if row["lo"] is None or row["hi"] is None else f" [{_number(row['lo'])}, {_number(row['hi'])}]"
+    interval = "" if row["lo"] is None or row["hi"] is None else f" [{number(row['lo'])}, {number(row['hi'])}]"
     marks = "".join(dict.fromkeys(MARKS[f][0] for f in flags(row) if f in MARKS))
-    return f"{_number(row['value'])}{interval}{' ' if marks else ''}{marks}"
+    return f"{number(row['value'])}{interval}{' ' if marks else ''}{marks}"
 
 
 def _params(row: Line) -> str:
@@ -227,11 +236,16 @@ def _paper_cell(row: Line) -> str:
 COLUMNS = ("metric", "method", "params", "value [lo, hi]", "n", "excluded", "swap", "paper")
 
 
-def cells(row: Line) -> tuple[str, ...]:
+def columns(table: Table) -> tuple[str, ...]:
+    """Titles of the columns."""
+    return (*(title for title, _ in table.labels), *COLUMNS)
+
+
+def cells(row: Line, labels: Sequence[tuple[str, str]] = ()) -> tuple[str, ...]:
     """What stands in the columns of one row, unescaped."""
     return (
-        str(row["metric"]), str(row["method"]), _params(row), _value(row), str(row["n"]), _excluded(row),
-        str(row["swap"]), _paper_cell(row),
+        *(str(row[field]) for _, field in labels), str(row["metric"]), str(row["method"]), _params(row), value_text(row),
+        str(row["n"]), _excluded(row), str(row["swap"]), _paper_cell(row),
     )  # fmt: skip
 
 
@@ -250,35 +264,51 @@ def groups(rows: Sequence[Line]) -> dict[str, list[Line]]:
 
 
 def _markdown(table: Table, rows: Sequence[Line], summary: bool) -> str:
-    out = [f"# {_md(table.title)}", "", *(f"{_md(line)}  " for line in table.header)]
+    out = [f"# {md(table.title)}", "", *(f"{md(line)}  " for line in table.header)]
     for experiment, members in groups(rows).items():
-        lines = [COLUMNS, *(tuple(_md(c) for c in cells(row)) for row in members)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        padded = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-        rule = "| " + " | ".join("-" * w for w in widths) + " |"
-        out += ["", f"## {_md(experiment)}", "", padded[0], rule, *padded[1:]]
+        lines = [cells(row, table.labels) for row in members]
+        out += ["", f"## {md(experiment)}", "", *markdown_grid(columns(table), lines)]
     notes = footnotes(rows)
     if summary and len(rows) < len(table.rows):
         notes.append(
             f"{len(table.rows) - len(rows)} more rows (single directions, other parameters) are in the full table."
         )
-    return "\n".join([*out, *([""] if notes else []), *(f"{_md(n)}  " for n in notes)]) + "\n"
+    return "\n".join([*out, *([""] if notes else []), *(f"{md(n)}  " for n in notes)]) + "\n"
 
 
-def _md(text: str) -> str:
+def markdown_grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, escaped and padded."""
+    lines = [[md(c) for c in line] for line in (titles, *rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    padded = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return [padded[0], "| " + " | ".join("-" * w for w in widths) + " |", *padded[1:]]
+
+
+def latex_grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A ``tabular``, escaped."""
+    out = [
+        f"\\begin{{tabular}}{{{'l' * len(titles)}}}",
+        "\\toprule",
+        " & ".join(map(tex, titles)) + " \\\\",
+        "\\midrule",
+    ]
+    out += [" & ".join(map(tex, row)) + " \\\\" for row in rows]
+    return [*out, "\\bottomrule", "\\end{tabular}"]
+
+
+def md(text: str) -> str:
     """Escape what markdown would read; underscores inside words and lone brackets mean nothing to it."""
     text = re.sub(r"([\\`*<>|])", r"\\\1", " ".join(text.split()))
     text = re.sub(r"(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])", r"\\_", text)
     return text.replace("](", "]\\(")
 
 
-def _csv(rows: Sequence[Line]) -> str:
+def _csv(table: Table, rows: Sequence[Line]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = (*FIELDS, *MORE_FIELDS)
-    writer.writerow(names)
+    writer.writerow(_names(table))
     for row in rows:
-        flat = _flat(row)
+        flat = _flat(row, table)
         writer.writerow(
             [json.dumps(v) if isinstance(v, dict | list | bool) else "" if v is None else v for v in flat.values()]
         )
@@ -292,7 +322,8 @@ _TEX = {
 }  # fmt: skip
 
 
-def _tex(text: str) -> str:
+def tex(text: str) -> str:
+    """Escape what LaTeX would read."""
     return "".join(_TEX.get(c, c) for c in " ".join(text.split()))
 
 
@@ -300,9 +331,7 @@ def _latex(table: Table, rows: Sequence[Line]) -> str:
     out = [f"% {line}" for line in (" ".join(t.split()) for t in (table.title, *table.header))]
     out.append("% needs \\usepackage{booktabs} and \\usepackage[T1]{fontenc}")
     for experiment, members in groups(rows).items():
-        out += ["\\begin{table}", "\\centering", f"\\caption{{{_tex(experiment)} ({_tex(table.header[0])})}}"]
-        out += [f"\\begin{{tabular}}{{{'l' * len(COLUMNS)}}}", "\\toprule"]
-        out += [" & ".join(_tex(c) for c in COLUMNS) + " \\\\", "\\midrule"]
-        out += [" & ".join(_tex(c) for c in cells(row)) + " \\\\" for row in members]
-        out += ["\\bottomrule", "\\end{tabular}", *(f"\\par {_tex(n)}" for n in footnotes(members)), "\\end{table}", ""]
+        out += ["\\begin{table}", "\\centering", f"\\caption{{{tex(experiment)} ({tex(table.header[0])})}}"]
+        out += latex_grid(columns(table), [cells(row, table.labels) for row in members])
+        out += [*(f"\\par {tex(n)}" for n in footnotes(members)), "\\end{table}", ""]
     return "\n".join(out) + "\n"

@@ -1,7 +1,7 @@
 """Models that come with a package: embedded pretrained weights with shipped adapters, and organisms trained from scratch."""
 
 from notelens.zoo.embedded import EMBEDDED, EmbeddedSpec, embedded_tokenizer, load_embedded
-from notelens.zoo.organisms import OrganismSpec, load_organism, organism_tokenizer, organisms
+from notelens.zoo.organisms import OrganismSpec, load_organism, organism_specs, organism_tokenizer
 
 __all__ = [
     "EMBEDDED",
@@ -10,6 +10,6 @@ __all__ = [
     "embedded_tokenizer",
     "load_embedded",
     "load_organism",
+    "organism_specs",
     "organism_tokenizer",
-    "organisms",
 ]

@@ -45,7 +45,7 @@ class OrganismSpec:
         return json.loads(self.weights.with_suffix(".json").read_text(encoding="utf-8"))
 
 
-def organisms() -> dict[str, OrganismSpec]:
+def organism_specs() -> dict[str, OrganismSpec]:
     """Every organism that is installed, by name, sorted."""
     return {f"{PREFIX}{p.stem}": OrganismSpec(f"{PREFIX}{p.stem}", p) for p in sorted(FOLDER.glob("*.safetensors"))}
 
@@ -56,7 +56,7 @@ def load_organism(
     """Load an organism and the shared tokenizer.
 
     Args:
-        name: key of :func:`organisms`.
+        name: key of :func:`organism_specs`.
         dtype: parameter type; float32 when not given (the stored bfloat16 values, widened).
 
     Raises:
@@ -68,7 +68,7 @@ def load_organism(
 
     import torch
 
-    spec = organisms()[name]
+    spec = organism_specs()[name]
     card = spec.card
     digest = hashlib.sha256(spec.weights.read_bytes()).hexdigest()
     if digest != card["sha256"]:

@@ -1,0 +1,196 @@
+"""Sweeps on Ray: a cluster of three nodes on this machine, workers and nodes that die, and addresses that do not answer."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notelens.errors import InputError, MissingPackageError, RecordError
+from notelens.probes import PROBES
+from notelens.runs import ray_launcher, runner
+from notelens.runs.ray_launcher import apply, changes, connect
+from notelens.runs.records import FILE, RecordWriter, read_records
+from notelens.runs.sweep import make_launcher, run_sweep
+from notelens.tasks import TASKS
+from tests import sweep_cases as cases
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed (extra 'ray')")
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for registry in (PROBES, TASKS):
+        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+    monkeypatch.setattr(runner, "default_loader", runner.default_loader)
+    cases.install()
+    yield
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What the sweeps of ``tests.sweep_ray_program`` came to, and their folder."""
+    folder = tmp_path_factory.mktemp("ray")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(cases.ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sweep_ray_program", str(folder)],
+        cwd=cases.ROOT, env=environment, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, json.loads((folder / "found.json").read_text())
+
+
+def records(folder: Path) -> dict[str, list[bytes]]:
+    """Lines of every cell's records without the header, which holds times."""
+    out = {}
+    for path in sorted(folder.rglob(FILE)):
+        lines = path.read_bytes().splitlines()
+        out[str(path.parent.relative_to(folder))] = [line for line in lines if json.loads(line)["kind"] != "run"]
+    return out
+
+
+def values(folder: Path) -> dict[str, list[Any]]:
+    """Values of every row, without the hash of the configuration."""
+    rows = {key: [json.loads(line) for line in lines] for key, lines in records(folder).items()}
+    return {key: [row["values"] for row in found if row["kind"] == "instance"] for key, found in rows.items()}
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_same_records_as_this_process(
+    cluster: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, found = cluster
+    plain = found["plain"]
+    here = run_sweep(cases.sweep("[good, ungated, nowhere, better]"), tmp_path / "here")
+    assert plain["slots"] == 3 and (plain["n_cells"], plain["n_measured"], plain["n_items"]) == (16, 64, 64)
+    assert records(folder / "plain") == records(tmp_path / "here")
+    assert {k: v[0] for k, v in plain["marks"].items()} == {k: v.kind for k, v in here.marks.items()}
+    assert plain["marks"]["nowhere/low/seed-0"] == ["model", "unknown model 'nowhere'; known names: good"]
+    for name in ("table.md", "table.csv", "table.json", "wide.md", "wide.json", "sweep.json", "marks.json"):
+        assert (folder / "plain" / name).read_bytes() == (tmp_path / "here" / name).read_bytes(), name
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_killed_ray_worker_loses_nothing(cluster: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, found = cluster
+    killed = found["killed"]
+    assert killed["marks"] == {} and len(killed["again"]) == 2
+    assert all(s.startswith("the worker was lost (") and "\n" not in s for s in killed["again"])
+    run_sweep(cases.sweep("[good, fragile]"), tmp_path / "whole")
+    assert values(folder / "killed") == values(tmp_path / "whole")
+    assert sum(len(read_records(p).runs) for p in (folder / "killed").rglob(FILE)) >= 9  # one cell was continued
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_node_that_disappears_loses_nothing(cluster: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, found = cluster
+    assert found["node"]["marks"] == {} and len(found["node"]["again"]) >= 1
+    run_sweep(cases.sweep("[good, better]"), tmp_path / "whole")
+    assert values(folder / "node") == values(tmp_path / "whole")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_cluster_without_a_gpu_is_a_sentence(cluster: tuple[Path, dict[str, Any]]) -> None:
+    marks = cluster[1]["gpu"]["marks"]
+    why = "no node of the Ray cluster has a GPU, and the configuration asks for device 'cuda'"
+    assert len(marks) == 4 and all(mark == ["worker", why] for mark in marks.values())
+
+
+@needs_ray
+@pytest.mark.slow
+def test_something_that_is_no_ray_cluster_is_a_sentence_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_launcher, "JOIN_SECONDS", 8.0)
+    start = time.monotonic()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        message = rf"--address {address}: no Ray cluster .* answers there within 8 s"
+        with pytest.raises(InputError, match=message) as caught:
+            connect(address)
+    assert "\n" not in str(caught.value) and time.monotonic() - start < 60
+
+
+def test_an_address_where_nothing_answers_is_a_sentence_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(InputError, match=rf"--address {address}: nothing answers there \(connection refused\)"):
+        connect(address)
+    assert time.monotonic() - start < 6
+
+
+@pytest.mark.parametrize("address", ["", "here", "ray://h:10001", "h:0", "h:99999", "h:12x", "a b:1"])
+def test_malformed_addresses(address: str) -> None:
+    with pytest.raises(InputError, match="write auto, or HOST:PORT"):
+        connect(address)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else real(name, *a))
+    with pytest.raises(MissingPackageError, match=r"needs ray; install it with: pip install 'notelens\[ray\]'"):
+        make_launcher("ray", None, "127.0.0.1:6379", None)
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_mirrored_from_what_is_new(tmp_path: Path) -> None:
+    """The records travel as appended bytes, also half lines; other files whole, and only when they change."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    sent: dict[str, tuple[int, bytes]] = {}
+    names: list[list[str]] = []
+
+    def sync() -> None:
+        found = list(changes(one, sent))
+        names.append([name for name, _, _ in found])
+        for change in found:
+            apply(two, change)
+
+    (one / "manifest.json").write_text("{}")
+    with RecordWriter(one / FILE) as writer:
+        writer.write([{"kind": "run", "config": "c"}])
+        sync()
+        writer.write([{"kind": "item", "experiment": "e", "stage": "s", "item": "1", "n_lines": 0}])
+        sync()
+    with (one / FILE).open("ab") as file:
+        file.write(b'{"schema_version": 1, "ki')
+    sync()
+    (one / "run.lock").write_text("1")
+    (one / ".table.md.7.part").write_text("x")
+    (one / "manifest.json").write_text('{"state": "finished"}')
+    (one / "figures").mkdir()
+    (one / "figures" / "a.png").write_bytes(b"\x89")
+    sync()
+    sync()
+    assert names == [["manifest.json", FILE], [FILE], [FILE], ["figures/a.png", "manifest.json"], []]
+    for name in (FILE, "manifest.json", "figures/a.png"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    assert len(read_records(two).items) == 1
+
+
+def test_records_that_do_not_follow_on_each_other_are_refused(tmp_path: Path) -> None:
+    apply(tmp_path, (FILE, 0, b"abc"))
+    with pytest.raises(RecordError, match="holds 3 bytes, but a worker continues at 5"):
+        apply(tmp_path, (FILE, 5, b"def"))
+    assert (tmp_path / FILE).read_bytes() == b"abc"
