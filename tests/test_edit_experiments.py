@@ -11,7 +11,7 @@ from experiments.coherence import HISTORIES, CoherenceConfig, ask, double_cases,
 from experiments.cot_split import read_chain
 from experiments.distance import Distance, DistanceConfig
 from experiments.edit_arms import Arm, Bench
-from experiments.edit_cases import Case, gated_cases, instance_case, instance_cases
+from experiments.edit_cases import Case, Change, gated_cases, instance_case, instance_cases
 from experiments.edit_harness import Stage, run
 from experiments.editing_frontier import Frontier, FrontierConfig
 from experiments.k_sweep import KSweep, SweepConfig, k_star
@@ -128,7 +128,8 @@ def test_gated_cases_hold_what_was_asked(smollm2_tokenizer: Any) -> None:
     assert {c.values for c in found} and all(c.old.answer != c.new.answer for c in found)
     near = gated_cases(smollm2_tokenizer, 2, 0, forms=["polarity"], distance=0)
     assert all(c.distance < 12 for c in near)
-    for change, sign in (("longer", 1), ("shorter", -1)):
+    changes: tuple[tuple[Change, int], ...] = (("longer", 1), ("shorter", -1))
+    for change, sign in changes:
         for c in gated_cases(smollm2_tokenizer, 4, 0, forms=["polarity", "negated"], change=change):
             assert sign * (len(c.new) - len(c.old)) > 0 and c.old.answer != c.new.answer
     with pytest.raises(TaskError, match="names both values"):
@@ -229,4 +230,4 @@ def test_two_decisions_in_one_prompt_keep_their_answers_apart(smollm2_tokenizer:
             assert one.family.label != two.family.label and not set(one.actions) & set(two.actions)
             assert all(case.answer(i, False) != case.answer(i, True) for i in (0, 1))
             assert case.value(0, True) in one.values and case.poisoned == (history == "poisoned")
-    assert steps("there_and_back", case)[-1] == (0, False) and len(steps("both", case)) == 2
+            assert steps("there_and_back", case)[-1] == (0, False) and len(steps("both", case)) == 2
