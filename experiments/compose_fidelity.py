@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import notelens
 from notelens._files import write_atomic
@@ -80,7 +80,7 @@ class Config:
         if not isinstance(data, dict) or set(data) != wanted:
             found = set(data) if isinstance(data, dict) else set[str]()
             raise ConfigError(f"{path}: keys {sorted(found ^ wanted)} are missing or unknown; needed: {sorted(wanted)}")
-        config = cls(**data)
+        config = cls(**cast(dict[str, Any], data))
         for method in config.methods:
             composer(method)
         if config.n < 1 or not config.methods or not config.offsets or not config.margin > 0:

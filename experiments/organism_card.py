@@ -21,6 +21,9 @@ CLAIM = 0.98
 FILLER = (0, 100, 250, 600)
 SPLITS = ("values", "combos")
 MODES: tuple[Mode, ...] = ("act", "call", "think")
+DIRECT: tuple[Mode, ...] = ("act",)
+Wanted = tuple[str, str, Mode, str, str, int | None]
+"""Kind, form, mode, order, split and filler of a cell."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,7 @@ def right_answers(model: Any, texts: Sequence[tuple[tuple[int, ...], int]]) -> l
     return right
 
 
-def measure(
-    model: Any, tokenizer: Any, wanted: Iterable[tuple[str, str, Mode, str, str, int | None]], n: int, seed: int
-) -> list[Cell]:
+def measure(model: Any, tokenizer: Any, wanted: Iterable[Wanted], n: int, seed: int) -> list[Cell]:
     """Cells of a card, ``n`` prompts each; cells of a prompt's grid are taken in turn."""
     keys, texts = [], []
     for kind, form, mode, order, split, filler in wanted:
@@ -93,15 +94,15 @@ def accuracy_cells(
     """
     model, tokenizer = read_organism(path, dict(config)), organism_tokenizer()
     if notes_free:
-        short = product(["gated"], KIND_FORMS["gated"], ["act"], ["value_first"], SPLITS, [None])
+        short = product(["gated"], KIND_FORMS["gated"], DIRECT, ["value_first"], SPLITS, [None])
         return measure(model, tokenizer, short, n, seed)
-    wanted = [
+    wanted: list[Wanted] = [
         (kind, form, mode, order, split, None)
         for kind, forms in KIND_FORMS.items()
         for form, mode, order, split in product(forms, MODES, ("value_first", "rule_first"), SPLITS)
     ]
     long = product(
-        ["gated"], KIND_FORMS["gated"], ["act"], ["value_first"], SPLITS, [f for f in FILLER if f <= longest_filler]
+        ["gated"], KIND_FORMS["gated"], DIRECT, ["value_first"], SPLITS, [f for f in FILLER if f <= longest_filler]
     )
     return measure(model, tokenizer, [*wanted, *long], n, seed)
 
@@ -136,7 +137,9 @@ def write_card(
         "sha256": sha,
     }
     path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    flag = " --notes-free" if facts["notes_free"] else ""
+    flag = (" --notes-free" if facts["notes_free"] else "") + (
+        f" --scale {facts['scale']}" if facts["scale"] != 1 else ""
+    )
     short = [c for c in cells if c.filler is None]
     lines = [
         f"# organism-{path.stem}",

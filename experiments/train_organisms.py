@@ -197,7 +197,8 @@ def main(
     save(model, path)
     cells = accuracy_cells(path, config, seed, eval_n, architecture.longest_filler, notes_free)
     facts |= {
-        "family": family, "seed": seed, "notes_free": notes_free, "parameters": sum(p.numel() for p in model.parameters()),
+        "family": family, "seed": seed, "scale": scale, "notes_free": notes_free,
+        "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_card(path, architecture, config, facts, cells)
     logger.info("%s", path.with_suffix(".md").read_text(encoding="utf-8"))

@@ -25,7 +25,24 @@ _LAZY = {
     "pair_from_text": "notelens.circuits.text_pair",
 }
 
-__all__ = ["__version__", *sorted(_LAZY)]
+__all__ = [
+    "Context",
+    "ContextStore",
+    "EditableContext",
+    "KVCache",
+    "Pair",
+    "Piece",
+    "Prompt",
+    "Reader",
+    "Site",
+    "Span",
+    "__version__",
+    "load",
+    "make_prompt",
+    "note_map",
+    "pair_from_text",
+    "swap_effects",
+]
 
 if TYPE_CHECKING:
     from notelens.cache.kv import KVCache as KVCache

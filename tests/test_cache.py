@@ -236,18 +236,20 @@ def test_a_cache_that_dropped_rows_is_refused() -> None:
     store = DynamicCache(config=hf.config)
     with torch.no_grad():
         hf(torch.tensor([ids]), past_key_values=store)
-    with pytest.raises(CacheError, match=r"layer 0 of the cache holds 7 rows for 20 tokens; pass a DynamicCache\(\)"):
+    with pytest.raises(
+        CacheError, match=r"layer 0 of the cache .* holds 7 rows for 20 tokens; pass a DynamicCache\(\)"
+    ):
         from_transformers(store, ids)
 
 
-def test_a_static_cache_is_refused() -> None:
+def test_a_static_cache_is_read_up_to_what_it_holds() -> None:
     hf = tiny_hf()
     store = StaticCache(config=hf.config, max_cache_len=32)
     ids = tiny_pair().old.token_ids
     with torch.no_grad():
         hf(torch.tensor([ids]), past_key_values=store)
-    with pytest.raises(CacheError, match=f"holds 32 rows for {len(ids)} tokens"):
-        from_transformers(store, ids)
+    found = from_transformers(store, ids)
+    assert len(found) == len(ids) < 32 and found.exact
 
 
 def test_a_quantised_cache_is_refused() -> None:

@@ -84,7 +84,7 @@ def test_lists_say_what_every_thing_is(capsys: pytest.CaptureFixture[str]) -> No
     assert (code, err) == (0, "")
     listed = [line.split(maxsplit=1) for line in out.splitlines()]
     assert [words[0] for words in listed] == PROBES.names() and all(len(words) == 2 for words in listed)
-    assert invoke(capsys, "list", "tasks")[1].startswith("gated  Gated decisions")
+    assert re.match(r"gated +Gated decisions", invoke(capsys, "list", "tasks")[1])
     models = invoke(capsys, "list", "models")[1]
     assert "smollm2" in models and ", ".join(FAMILIES.names()) in models
 
@@ -519,7 +519,10 @@ TYPES: dict[str, Callable[[Any], bool]] = {
     "families": lambda v: v is None or strings(v), "scenario_file": lambda v: v is None or text(v),
     "doses": integers, "donors": strings, "form_sets": strings, "groupings": strings, "n_folds": integer,
     "anchors": lambda v: v is None or strings(v), "n_shuffles": integer, "alpha": lambda v: type(v) in (int, float),
-    "threshold": lambda v: type(v) in (int, float),
+    "threshold": lambda v: type(v) in (int, float), "fixed_words": lambda v: type(v) is bool, "phrasing": text,
+    "between": lambda v: v is None or type(v) in (int, float), "bands": lambda v: v is None or strings(v),
+    "shares": lambda v: isinstance(v, list) and all(type(x) in (int, float) for x in v),
+    "fractions": lambda v: isinstance(v, list) and all(type(x) in (int, float) for x in v),
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_text_and_ids_give_the_same_skill(tiny: Any) -> None:
 
 
 def test_where_repositioning_matters() -> None:
-    """Layer 0: rows of ``shift`` are right at every distance, those of ``no_shift`` at none, and further off far away."""
+    """Layer 0: rows of ``shift`` are right at every distance, those of ``no_shift`` at none."""
     model = note_model("llama")
     skill = compile_skill(model, SKILL, name="s")
     gaps: dict[str, list[float]] = {"shift": [], "no_shift": []}
@@ -79,7 +79,7 @@ def test_where_repositioning_matters() -> None:
             found = compose(model, [before, skill], method=method).cache.keys[0]
             gaps[method].append(float((found - full).abs().max()))
     assert max(gaps["shift"]) <= TOLERANCE
-    assert gaps["no_shift"][0] > 0.1 and gaps["no_shift"][2] > gaps["no_shift"][0]
+    assert min(gaps["no_shift"]) > 0.1
 
 
 def test_without_a_chain_between_the_parts_nothing_is_lost(tiny: Any) -> None:

@@ -290,13 +290,13 @@ def test_length_out_of_reach_says_what_is_there(scenario: Any) -> None:
     path = scenario(requests=["What now, " + "and what then, " * 30 + "please?"])
     task = GatedDecisions(rendering="plain", length=100, scenario_file=path)
     with pytest.raises(TaskError, match=r"door/two_clause/000' has \d+ tokens, not 100 \+- 20"):
-        task.instances(whole_words("door state ajar shut"), 1, 0)
+        task.instances(whole_words("door state ajar shut what please"), 1, 0)
 
 
 def test_filler_that_runs_out_is_refused(scenario: Any) -> None:
     task = GatedDecisions(rendering="plain", scenario_file=scenario(filler=["Dust."]))
     with pytest.raises(TaskError, match="family 'door': only 1 distinct filler lines"):
-        task.instances(whole_words("door state ajar shut"), 1, 0)
+        task.instances(whole_words("door state ajar shut what please"), 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_chain_of_a_negated_rule_word_for_word(words: Any) -> None:
 @pytest.mark.parametrize("order", ["value_first", "rule_first"])
 def test_filler_stands_where_it_is_asked_for(words: Any, order: str) -> None:
     for share, expected in ((0.0, 0), (1.0, 1)):
-        task = GatedDecisions(families=["badge_color"], order=order, between=share)
+        task = GatedDecisions(families=["badge_color"], order=order, between=share, rendering="plain")
         for draw in task.draws(words, 4, 0):
             assert draw.between == expected * len(draw.filler)
         for instance in task.instances(words, 4, 0):
@@ -492,10 +492,9 @@ def test_filler_stands_where_it_is_asked_for(words: Any, order: str) -> None:
         GatedDecisions(between=1.5)
 
 
-def test_a_field_can_be_said(words: Any) -> None:
-    (instance,) = GatedDecisions(families=["badge_color"], forms=["polarity"], phrasing="conversation").instances(
-        words, 1, 0
-    )
+def test_a_field_can_be_said(smollm2_tokenizer: Any) -> None:
+    task = GatedDecisions(families=["badge_color"], forms=["polarity"], phrasing="conversation")
+    (instance,) = task.instances(smollm2_tokenizer, 1, 0)
     prompt = instance.cells[0, 0]
     assert f"the badge color is {instance.meta['v0']}. Thank you" in prompt.text
     assert "".join(prompt.tokens[p] for p in prompt.positions("field")).strip() == instance.meta["v0"]

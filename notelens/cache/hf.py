@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -44,6 +45,11 @@ CONVERSIONS: tuple[tuple[str, str, str], ...] = tuple(
 """Kinds of caches, what becomes of them, and the test that shows it."""
 
 
+def _hybrid_layers(n: int) -> list[CacheLayerMixin | LinearAttentionCacheLayerMixin]:
+    """Empty layers that keep full rows and a recurrent state."""
+    return [LinearAttentionAndFullAttentionLayer() for _ in range(n)]
+
+
 def empty_cache(n_hybrid: int = 0) -> DynamicCache:
     """A transformers cache that keeps full rows in every layer.
 
@@ -52,7 +58,7 @@ def empty_cache(n_hybrid: int = 0) -> DynamicCache:
     """
     out = DynamicCache()
     if n_hybrid:
-        out.layers = [LinearAttentionAndFullAttentionLayer() for _ in range(n_hybrid)]
+        out.layers = _hybrid_layers(n_hybrid)
     return out
 
 
@@ -145,11 +151,7 @@ def _rows(store: Any, layer: int, n_tokens: int) -> tuple[torch.Tensor, torch.Te
     if isinstance(store, QuantizedLayer):
         if not store.is_initialized:
             raise CacheError(f"layer {layer} of the cache is empty after {n_tokens} tokens: the model ignored it")
-        rest_k, rest_v = store.keys, store.values
-        k, v = store._dequantize(store._quantized_keys), store._dequantize(store._quantized_values)
-        k, v = store._apply_pending_reorder(k, v)
-        if rest_k.numel():  # the newest rows wait unquantised
-            k, v = torch.cat([k, rest_k.to(k)], dim=2), torch.cat([v, rest_v.to(v)], dim=2)
+        k, v = _dequantised(store)
         note = f"rows dequantised from {getattr(store, 'nbits', '?')} bits ({kind})"
     elif isinstance(store, StaticLayer) and store.is_initialized:
         # seen tokens, not buffer length and never the content of rows: a row of zeros is a row
@@ -171,6 +173,15 @@ def _rows(store: Any, layer: int, n_tokens: int) -> tuple[torch.Tensor, torch.Te
     if k.shape[2] != n_tokens:
         raise CacheError(_dropped(layer, kind, k.shape[2], n_tokens))
     return k, v, note
+
+
+def _dequantised(store: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows of an initialised ``QuantizedLayer`` (whose own ``_dequantize`` is abstract and declares no type)."""
+    k, v = store._dequantize(store._quantized_keys), store._dequantize(store._quantized_values)
+    k, v = store._apply_pending_reorder(k, v)
+    if store.keys.numel():  # the newest rows wait unquantised
+        k, v = torch.cat([k, store.keys.to(k)], dim=2), torch.cat([v, store.values.to(v)], dim=2)
+    return k, v
 
 
 def _dropped(layer: int, kind: str, n_rows: int, n_tokens: int) -> str:
@@ -237,14 +248,14 @@ def reader_cache(base: KVCache, length: int, batch: Sequence[int], *, recurrent:
     out = ReadOnlyCache(length)
     if not recurrent or length == 0:
         if recurrent:
-            out.layers = [LinearAttentionAndFullAttentionLayer() for _ in batch]
+            out.layers = _hybrid_layers(len(batch))
         return out
     state = base.states.get(length)
     if state is None:
         raise CacheError(
             f"no recurrent state is stored behind row {length - 1}; notelens.intervene.rescan.rescan computes it from the rows"
         )
-    out.layers = [LinearAttentionAndFullAttentionLayer() for _ in batch]
+    out.layers = _hybrid_layers(len(batch))
     for store, conv, scan, n in zip(out.layers, state.conv, state.scan, batch, strict=True):
         _put_state(store, conv, scan, n)
     return out
@@ -256,7 +267,7 @@ class HeldRows(DynamicCache):
     def __init__(self, rows: KVCache) -> None:
         super().__init__()
         self.rows, self.start, self.stop = rows, 0, 0
-        self.layers = [LinearAttentionAndFullAttentionLayer() for _ in range(rows.n_layers)]
+        self.layers = _hybrid_layers(rows.n_layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows in front of the tokens that are scanned."""

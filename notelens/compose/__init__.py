@@ -21,7 +21,21 @@ _LAZY = {
     "compare": "notelens.compose.fidelity",
 }
 
-__all__ = sorted(_LAZY)
+__all__ = [
+    "COMPOSERS",
+    "Calibration",
+    "Composed",
+    "Composer",
+    "Cost",
+    "Link",
+    "Linked",
+    "Skill",
+    "compare",
+    "compile_skill",
+    "compose",
+    "composer",
+    "fit_link",
+]
 
 if TYPE_CHECKING:
     from notelens.compose.base import Composed as Composed

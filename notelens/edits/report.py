@@ -1,7 +1,8 @@
 """What an edit leaves behind: rows, what happened to each of them, what it cost, whether it is exact."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -62,7 +63,7 @@ class EditReport:
     surgery: str
     appended_only: bool
     warnings: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     ms: float = 0.0
     planning_ms: float = 0.0
 
@@ -111,7 +112,7 @@ class Outcome:
     moved: tuple[int, ...] = ()
     surgery: str = ""
     warnings: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     dependencies: Dependencies | None = None
     first: int | None = None
 
@@ -143,7 +144,7 @@ class Plan:
     rows: tuple[int, ...]
     tokens: int
     ms: float
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 def exact_prefix(before: int, first: int, run: Iterable[int], n: int) -> int:

@@ -91,7 +91,7 @@ class HFNoteModel:
         for name, tensor in sorted(self._hf.state_dict().items()):
             for part in plain_tensors(tensor):
                 h.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
-                h.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy())
+                h.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return h.hexdigest()
 
     @property
@@ -127,7 +127,7 @@ class HFNoteModel:
                 return TransformerBridge.boot_transformers(
                     folder, hf_model=twin, tokenizer=tokenizer, device=str(self.device), dtype=self.dtype
                 )
-            except (ValueError, KeyError, AttributeError, TypeError, NotImplementedError) as e:
+            except (ImportError, ValueError, KeyError, AttributeError, TypeError, NotImplementedError) as e:
                 raise UnsupportedModelError(
                     f"transformer-lens cannot wrap {self.name} ({type(e).__name__}: {e}); hooks are not available for it"
                 ) from e

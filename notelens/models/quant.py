@@ -60,9 +60,14 @@ def quantise_(hf: Any, family: FamilySpec, kind: str) -> Quantisation:
     if kind not in QUANTISATIONS:
         raise InputError(f"unknown quantisation {kind!r}; {nearest(kind, list(QUANTISATIONS))}")
     try:
-        import torchao
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
-        from torchao.quantization.granularity import PerGroup
+        import torchao  # pyright: ignore[reportMissingImports]  # extra `quant`
+        from torchao.quantization import (  # pyright: ignore[reportMissingImports]  # extra `quant`
+            Float8WeightOnlyConfig,
+            Int8WeightOnlyConfig,
+            IntxWeightOnlyConfig,
+            quantize_,
+        )
+        from torchao.quantization.granularity import PerGroup  # pyright: ignore[reportMissingImports]  # extra `quant`
     except ImportError as e:
         raise MissingPackageError(
             "quantised weights need torchao; install it with: pip install 'notelens[quant]'"
@@ -76,7 +81,10 @@ def quantise_(hf: Any, family: FamilySpec, kind: str) -> Quantisation:
         raise UnsupportedModelError(f"no linear layer of this model can be quantised to {kind}")
     config = {
         "int8": lambda: Int8WeightOnlyConfig(),
-        "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(INT4_GROUP)),
+        "int4": lambda: IntxWeightOnlyConfig(
+            weight_dtype=torch.int4,  # pyright: ignore[reportAttributeAccessIssue]  # torch has it, its stubs do not
+            granularity=PerGroup(INT4_GROUP),
+        ),
         "fp8": lambda: Float8WeightOnlyConfig(),
     }[kind]()
     try:
@@ -171,9 +179,10 @@ def in_float32(hf: Any) -> Iterator[None]:
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a parameter consists of: itself, or what a quantised one stores."""
     inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    if type(inner) is Tensor or not hasattr(inner, "__tensor_flatten__"):
+    flatten = getattr(inner, "__tensor_flatten__", None)
+    if type(inner) is Tensor or flatten is None:
         return [tensor.detach()]
-    names, _ = inner.__tensor_flatten__()
+    names, _ = flatten()
     return [t for name in names for t in plain_tensors(getattr(inner, name))]
 
 

@@ -10,7 +10,7 @@ PROBES: Registry[type] = Registry(
         "timing": "notelens.probes.timing:Timing",
         "specificity": "notelens.probes.specificity:Specificity",
         "injection": "notelens.probes.injection:Injection",
-        "suffix_concentration": "notelens.probes.suffix:SuffixConcentration",
+        "suffix_concentration": "notelens.probes.suffix_concentration:SuffixConcentration",
         "token_stats": "notelens.probes.token_stats:TokenStats",
         "knockout": "notelens.probes.knockout:Knockout",
         "placebo": "notelens.probes.placebo:Placebo",

@@ -52,7 +52,7 @@ from notelens.probes.base import (
     single_effects,
     swap_pair,
 )
-from notelens.probes.ranking import random_draws, ranked
+from notelens.probes.ranking import numbers, random_draws, ranked
 from notelens.tasks.base import Instance
 
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 1.0)
@@ -83,7 +83,8 @@ class Knockout(Probe):
 
     Args:
         fractions: shares of the rows behind the field, rising, above 0 and at most 1.
-        bands: ``early``, ``mid``, ``late`` (thirds of the layers) and ``all``.
+        bands: out of ``early``, ``mid``, ``late`` (thirds of the layers) and ``all``; those that the model has when ``None``
+            (two layers have no thirds).
         n_draws: random sets for each share and band, at least 5.
         pairs_per_instance: 1 uses the first version of the rule only, 2 both where the instance has them.
         seed: of the random sets.
@@ -101,7 +102,7 @@ class Knockout(Probe):
         self,
         *,
         fractions: Sequence[float] = FRACTIONS,
-        bands: Sequence[str] = BANDS,
+        bands: Sequence[str] | None = None,
         n_draws: int = MIN_DRAWS,
         pairs_per_instance: int = 1,
         seed: int = 0,
@@ -109,12 +110,15 @@ class Knockout(Probe):
         good = [f for f in fractions if isinstance(f, int | float) and not isinstance(f, bool) and 0 < f <= 1]
         if not good or len(good) != len(fractions) or list(fractions) != sorted(set(good)):
             raise InputError(f"fractions {list(fractions)!r} must rise, above 0 and at most 1: {list(FRACTIONS)}")
-        unknown = [b for b in bands if b not in BANDS]
-        if unknown or isinstance(bands, str) or len(set(bands)) != len(bands):
-            raise InputError(f"bands {list(bands)!r}: a list of distinct bands out of {', '.join(BANDS)} is needed")
+        unknown = [b for b in bands or () if b not in BANDS]
+        if unknown or isinstance(bands, str) or len(set(bands or ())) != len(bands or ()):
+            raise InputError(
+                f"bands {list(bands or ())!r}: a list of distinct bands out of {', '.join(BANDS)} is needed"
+            )
         if n_draws < MIN_DRAWS:
             raise InputError(f"n_draws is {n_draws}; a random control needs at least {MIN_DRAWS} draws here")
-        self.fractions, self.bands = tuple(float(f) for f in fractions), tuple(bands)
+        self.fractions = tuple(float(f) for f in fractions)
+        self.bands = None if bands is None else tuple(bands)
         self.n_draws, self.seed = n_draws, seed
         self.pairs_per_instance = check_pairs(pairs_per_instance)
 
@@ -127,30 +131,34 @@ class Knockout(Probe):
         """Two rows, one for each prompt of the pair as the recipient."""
         instance, pair = item.payload
         field, downstream = field_and_downstream(pair)
+        n_layers = store.model.geometry.n_layers
+        bands = self.bands if self.bands is not None else BANDS if n_layers >= 3 else ("all",)
         single = single_effects(store, pair)
         sites: dict[Direction, list[Site]] = {}
         for direction in DIRECTIONS:
             effects = single[opposite(direction)].recoveries[len(field) :]
             order = ranked(downstream, rounded(r.value for r in effects))
             key = f"{self.seed}/{item.id}/{direction}"
-            sites[direction] = self._sites(store.model.geometry.n_layers, field, order, key)
+            sites[direction] = self._sites(n_layers, bands, field, order, key)
         rows: list[Row] = []
         for direction, swapped in swap_pair(store, pair, sites).items():
             values: dict[str, Any] = end_values(swapped) | {
                 "fractions": list(self.fractions),
-                "bands": list(self.bands),
+                "bands": list(bands),
             }
             if swapped.excluded is None:
-                values |= self._values(swapped)
+                values |= self._values(swapped, len(bands))
             meta = pair_meta(instance, pair) | {"n_positions": len(downstream)}
             rows.append(Row(item.id, item.stage, pair.cluster, direction, swapped.excluded, values, meta))
         return rows
 
-    def _sites(self, n_layers: int, field: Sequence[int], order: Sequence[int], key: str) -> list[Site]:
+    def _sites(
+        self, n_layers: int, bands: Sequence[str], field: Sequence[int], order: Sequence[int], key: str
+    ) -> list[Site]:
         """The field alone; then for every cell the strongest rows and random ones, in both states."""
         sites = [Site(tuple(field))]
         cells: list[tuple[float, tuple[int, int] | None]] = [(f, None) for f in self.fractions]
-        cells += [(BAND_FRACTION, band_layers(band, n_layers)) for band in self.bands]
+        cells += [(BAND_FRACTION, band_layers(band, n_layers)) for band in bands]
         for fraction, layers in cells:
             k = max(1, round(fraction * len(order)))
             draws = random_draws(sorted(order), k, self.n_draws, f"{key}/{k}/{layers}")
@@ -158,13 +166,13 @@ class Knockout(Probe):
                 sites += [Site(own, hide=rows, hide_layers=layers) for own in ((), tuple(field))]
         return sites
 
-    def _values(self, swapped: Swapped) -> dict[str, Json]:
+    def _values(self, swapped: Swapped, n_bands: int) -> dict[str, Json]:
         """Decisions by cell and state: of the strongest rows (true or false) and of random ones (share)."""
         margins = [r.patched for r in swapped.recoveries]
         gap = swapped.donor - swapped.recipient
         values: dict[str, Json] = {"refreshed_safe": margins[0] > 0, "refreshed_margin": margins[0]}
         width = 2 * (1 + self.n_draws)
-        blocks = [margins[1 + i * width : 1 + (i + 1) * width] for i in range(len(self.fractions) + len(self.bands))]
+        blocks = [margins[1 + i * width : 1 + (i + 1) * width] for i in range(len(self.fractions) + n_bands)]
         for prefix, chosen in (("", blocks[: len(self.fractions)]), ("band_", blocks[len(self.fractions) :])):
             for at, state in enumerate(STATES):
                 found = [[m < 0 if state == "kept" else m > 0 for m in block[at::2]] for block in chosen]
@@ -177,10 +185,11 @@ class Knockout(Probe):
     def aggregate(self, rows: Sequence[Row], *, seed: int = 0) -> list[Aggregate]:
         """Decisions by hidden share and by layer third, their controls, and the shift of the margin."""
         lines: list[Aggregate] = []
+        bands = [str(b) for b in numbers(rows[0], "bands")] if rows else []
         for state in reversed(STATES):
             by_fraction = [({"at_masked_fraction": f}, at) for at, f in enumerate(self.fractions)]
             lines += self._lines(rows, state, "", f"p_{state}_by_masked_fraction", by_fraction, seed)
-            by_band = [({"at_band": b}, at) for at, b in enumerate(self.bands)]
+            by_band = [({"at_band": b}, at) for at, b in enumerate(bands)]
             lines += self._lines(rows, state, "band_", f"p_{state}_by_masked_layer_third", by_band, seed)
         lines += rate_lines(self.name, rows, {"refreshed_safe": "p_safe_refreshed"})
         return lines + ends_lines(self.name, rows, seed=seed)

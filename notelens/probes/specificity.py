@@ -158,7 +158,7 @@ class Specificity(Probe):
                 key = f"{self.seed}/{item.id}/{direction}/{self.ks[at]}"
                 plan += [("random", at, Site(draw)) for draw in random_draws(downstream, k, draws, key)]
         rows: list[Row] = []
-        sites = {direction: [site for _, _, site in plan] for direction, plan in plans.items()}
+        sites: dict[Direction, Sequence[Site]] = {d: [site for _, _, site in plan] for d, plan in plans.items()}
         for direction, swapped in swap_pair(store, pair, sites).items():
             values: dict[str, Any] = end_values(swapped) | {"k": list(self.ks), "k_used": used}
             if swapped.excluded is None:

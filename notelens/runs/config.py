@@ -321,8 +321,8 @@ def sentence(error: ValidationError, document: Document, root: type[BaseModel]) 
     where, context = document.place(path), first.get("ctx", {})
     more = f" ({len(found) - 1} more problem{'s' * (len(found) > 2)})" if len(found) > 1 else ""
     if first["type"] == "extra_forbidden":
-        known = sorted({*_model_at(path[:-1], root).model_fields, *(["sweep"] if len(path) == 1 else [])})
-        return f"{where}: unknown key {str(path[-1])!r}; {nearest(str(path[-1]), known)}{more}"
+        known: set[str] = {*_model_at(path[:-1], root).model_fields, *(["sweep"] if len(path) == 1 else [])}
+        return f"{where}: unknown key {str(path[-1])!r}; {nearest(str(path[-1]), sorted(known))}{more}"
     if first["type"] == "value_error":
         return f"{where}: {context.get('error', first['msg'])}{more}"
     if first["type"] == "literal_error":

@@ -283,7 +283,7 @@ def connect(address: str) -> tuple[Any, bool]:
         raise InputError(
             f"--address {address}: no Ray cluster that this machine is a node of answers there within {JOIN_SECONDS:g} s"
         )
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]  # extra `ray`
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)

@@ -77,7 +77,8 @@ def load_organism(
             "train it again with experiments/train_organisms.py"
         )
     model = read_organism(spec.weights, card["config"])
-    return model.to(dtype or torch.float32), organism_tokenizer()
+    model.to(dtype or torch.float32)  # pyright: ignore[reportArgumentType]  # transformers' wrapper of `to` hides self
+    return model, organism_tokenizer()
 
 
 def read_organism(weights: Path, config: dict[str, Any]) -> "PreTrainedModel":

@@ -353,11 +353,16 @@ def noop_problems(model: Any, ids: Sequence[int], answers: Sequence[int], *, swa
     ]
 
 
+def _hooks(model: Any) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.hf.modules())
+
+
 def side_effect_problems(
     model: Any, ids: Sequence[int], donor: Sequence[int], *, swap: Swap = swap_effects
 ) -> list[str]:
     """Running from a cache and swapping leave caches, weights, attention implementation and hooks as they were."""
     before, other = model.prefill(ids).cache, model.prefill(donor).cache
+    hooks_before = _hooks(model)  # transformers leaves some of its own where hidden states were asked for
     kernel, digests = model.hf.config._attn_implementation, (before.digest(), other.digest())
     weights = [p.sum().item() for p in model.hf.parameters()]
     first = model.prefill([7, 8], before)
@@ -372,7 +377,7 @@ def side_effect_problems(
         problems.append(f"attention is {model.hf.config._attn_implementation!r}, was {kernel!r}")
     if weights != [p.sum().item() for p in model.hf.parameters()]:
         problems.append("weights were changed")
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.hf.modules())
+    hooks = _hooks(model) - hooks_before
     if hooks:
         problems.append(f"{hooks} hooks were left behind")
     if any(t.requires_grad for c in (first.cache, second.cache) for t in (*c.keys, *c.values)):

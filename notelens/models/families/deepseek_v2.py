@@ -1,6 +1,6 @@
 """DeepSeek-V2: latent attention; the rotary slice is stored with adjacent channels in pairs."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class DeepseekV2(FamilySpec):
 
     def attended(self, model: Any, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Latent and rotary slice expanded to the keys and values of every query head, by the layer's own projection."""
+        attention = cast(Any, self.layers(model)[layer].self_attn)
         with torch.no_grad():
-            k, v = self.layers(model)[layer].self_attn.expand_kv(keys[None], values[None])
+            k, v = attention.expand_kv(keys[None], values[None])
         return k[0], v[0]

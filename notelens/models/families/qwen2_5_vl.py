@@ -30,15 +30,15 @@ class Qwen25VL(FamilySpec):
 
     def layers(self, model: Any) -> nn.ModuleList:
         """Decoder layers in order."""
-        return self.decoder(model).layers
+        return model.model.language_model.layers
 
     def final_norm(self, model: Any) -> nn.Module:
         """The norm in front of the unembedding."""
-        return self.decoder(model).norm
+        return model.model.language_model.norm
 
     def rotary(self, model: Any) -> nn.Module:
         """The module that holds the inverse frequencies."""
-        return self.decoder(model).rotary_emb
+        return model.model.language_model.rotary_emb
 
     def axes(self, config: Any, layer: int) -> Tensor | None:
         """Axis of every pair, from the config's sections."""

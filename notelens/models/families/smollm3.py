@@ -1,6 +1,6 @@
 """SmolLM3: grouped-query attention, every fourth layer without RoPE."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -21,4 +21,5 @@ class SmolLM3(FamilySpec):
 
     def inv_freq(self, model: Any, layer: int) -> Tensor | None:
         """Inverse frequencies, where the layer's own module uses them."""
-        return super().inv_freq(model, layer) if self.layers(model)[layer].self_attn.use_rope else None
+        attention = cast(Any, self.layers(model)[layer].self_attn)
+        return super().inv_freq(model, layer) if attention.use_rope else None

@@ -6,7 +6,7 @@ import pytest
 
 from notelens.errors import InputError
 from notelens.probes.base import DIRECTIONS, ProbeResult, field_and_downstream
-from notelens.probes.suffix import SHARES, SuffixConcentration
+from notelens.probes.suffix_concentration import SHARES, SuffixConcentration
 from tests.oracle.probes import swap_recovery
 from tests.probe_cases import CASES, TOLERANCE, assert_rows_make_the_table, case, grid, only, run
 from tests.tiny import FORMS
