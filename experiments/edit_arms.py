@@ -23,6 +23,7 @@ from notelens.edits.report import EditReport, Plan
 from notelens.edits.resolve import resolve
 from notelens.edits.text import FieldText
 from notelens.errors import AnswerError, ConfigError, EditError
+from notelens.intervene.run_rows import RowsRun
 from notelens.models.base import NoteModel
 from notelens.prompt import Span
 from notelens.readout import exclusion
@@ -107,15 +108,16 @@ class Bench:
         case: what changes.
 
     Attributes:
-        plain: context with the old value, without a record of reads.
+        recorded: context with the old value; ``plain`` is the same without the record of reads.
         fresh: context with the new value; ``full`` is its report.
 
-    Cost: two prefills; a third, slower one where an arm needs the record of reads.
+    Cost: two prefills, one of them with a record of reads.
     """
 
     def __init__(self, model: NoteModel, case: Case) -> None:
         self.model, self.case = model, case
-        self.plain = case.context(model, record=False)
+        self.recorded = case.context(model, record=True)
+        self.plain = replace(self.recorded, dependencies=None)
         self.fresh, self.full = self.plain.edit(case.name, case.values[1], "full_prefill")
         if self.fresh.tokens.ids != case.new.token_ids:
             raise EditError(f"case {case.id}: the edited text does not encode to the new prompt")
@@ -127,11 +129,6 @@ class Bench:
     def excluded(self) -> str | None:
         """Why the case says nothing about edits: full prefill answers one of the prompts wrong, or hardly tells them apart."""
         return exclusion(self.before.margin, self.after.margin)
-
-    @cached_property
-    def recorded(self) -> EditableContext:
-        """The context with a record of reads."""
-        return self.case.context(self.model, record=True)
 
     @cached_property
     def _edit(self) -> Edit:
@@ -148,9 +145,12 @@ class Bench:
         if ranking not in self._scored:
             base = self.recorded if ranking == "chain" else self.plain
             edit = Edit(base, self.case.name, self.case.values[1], "plan")
+            edit.lend(RowsRun(self.fresh.cache(), self.fresh.hidden, len(self.fresh)))  # run once for all rankings
             started = time.perf_counter()
             score = scores(edit, ranking, self.case.answers, self.case.seed)
-            self._scored[ranking] = Scored(score, edit.meter.planning, 1e3 * (time.perf_counter() - started))
+            ms = 1e3 * (time.perf_counter() - started)
+            tokens = edit.meter.planning
+            self._scored[ranking] = Scored(score, tokens, ms + (self.full.ms if tokens >= len(self.fresh) else 0.0))
         return self._scored[ranking]
 
     def rows_of(self, k: str) -> int:
