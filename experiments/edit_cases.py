@@ -99,6 +99,7 @@ def gated_cases(
     order: str = "value_first",
     rendering: str = "chat",
     length: int | None = None,
+    between: float | None = None,
     distance: int | None = None,
     change: Change = "same",
     mode: Mode = "direct",
@@ -107,7 +108,7 @@ def gated_cases(
 
     Args:
         tokenizer: of the model.
-        n, seed, split, forms, order, rendering, length: as for :class:`~notelens.tasks.gated.GatedDecisions`.
+        n, seed, split, forms, order, rendering, length, between: as for :class:`~notelens.tasks.gated.GatedDecisions`.
         distance: tokens of filler between field and rule (to the nearest line); two lines follow.
         change: ``longer`` and ``shorter`` replace one of the values by a phrase of more tokens.
         mode: ``direct`` or ``chain``.
@@ -117,7 +118,7 @@ def gated_cases(
     """
     if length is not None and distance is not None:
         raise TaskError("give the length of the prompt or the distance between field and rule, not both")
-    task = GatedDecisions(split=split, forms=forms, order=order, rendering=rendering, length=length)
+    task = GatedDecisions(split=split, forms=forms, order=order, rendering=rendering, length=length, between=between)
     found: list[Case] = []
     for draw in task.draws(tokenizer, n, seed):
         rng = random.Random(f"{seed}/{draw.id}/case")

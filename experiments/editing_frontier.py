@@ -18,6 +18,7 @@ evaluated here.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.edit_arms import Arm, Row
 from experiments.edit_cases import Case, Change
@@ -42,11 +43,13 @@ class FrontierConfig(EditConfig):
 
     Attributes:
         lengths: tokens of the prompts.
+        between: share of the filler that stands between field and rule; half of it when not given.
         change: token length of the new value against the old one.
         arms: see :mod:`experiments.edit_arms`.
     """
 
     lengths: tuple[int | None, ...]
+    between: float | None = None
     change: Change = "same"
     arms: tuple[str, ...]
 
@@ -58,8 +61,9 @@ class Frontier:
 
     def stages(self, config: FrontierConfig) -> list[Stage]:
         """One per length."""
-        more = {"change": config.change} if config.task == "gated" else {}
-        params = {"change": config.change} if config.change != "same" else {}
+        more = {"change": config.change, "between": config.between} if config.task == "gated" else {}
+        params: dict[str, Any] = {"change": config.change} if config.change != "same" else {}
+        params |= {"between": config.between} if config.between is not None else {}
         return [Stage(f"length{n}", {"length": n, **params}, {"length": n, **more}) for n in config.lengths]
 
     def measure(self, model: NoteModel, config: FrontierConfig, stage: Stage, case: Case) -> list[Row]:
