@@ -7,6 +7,7 @@ import torch
 
 from notelens.edits.context import EditableContext
 from notelens.edits.dependencies import SOURCES, Dependencies
+from notelens.errors import EditError
 from tests.contracts.models import note_model
 
 FILLER = " w0 w1 w2 w3 ," * 12
@@ -111,3 +112,15 @@ def test_the_record_follows_edits(tiny: Any) -> None:
     assert torch.allclose(made.dependencies.weight, fresh.dependencies.weight, atol=1e-5)
     again, _ = made.edit("a", "w5 f0", "auto", budget=16)
     assert margin(again) == pytest.approx(margin(context(tiny, "w5 f0")), abs=1e-3)
+
+
+def test_a_transplant_takes_the_caller_s_donor_and_refuses_another(tiny: Any) -> None:
+    old, fresh = context(tiny), context(tiny, "f1")
+    plan = old.plan("a", "f1", "selective@1", ranking="chain")
+    alone, paid = old.edit("a", "f1", "transplant@1", plan=plan)
+    made, report = old.edit("a", "f1", "transplant@1", plan=plan, donor=fresh.cache())
+    assert margin(made) == pytest.approx(margin(alone), abs=1e-5) == pytest.approx(margin(fresh), abs=1e-3)
+    assert report.total_tokens == 1 and paid.total_tokens == 1 + len(fresh)
+    for wrong in (old.cache(), made.cache()):  # other tokens; approximate
+        with pytest.raises(EditError, match="not an exact prefill"):
+            old.edit("a", "f1", "transplant@1", plan=plan, donor=wrong)

@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from notelens.edits.base import Edit, Plan, PlannedMethod
-from notelens.edits.ranking import check_ranking, scores
+from notelens.edits.ranking import check_ranking, scores, window
 
 
 class CarrierWindow(PlannedMethod):
@@ -39,10 +37,5 @@ class CarrierWindow(PlannedMethod):
             BudgetError: there are fewer.
         """
         k, rows = self.count(edit), list(edit.behind)
-        score = scores(edit, self.ranking, self.answers, self.seed)[rows].clamp(min=0.0)
-        if self.ranking == "random":  # independent scores would draw windows towards their mean
-            start = int(float(score[0]) * (len(rows) - k + 1))
-        else:
-            sums = torch.cat([torch.zeros(1), score.cumsum(0)])
-            start = int((sums[k:] - sums[:-k]).argmax())
-        return rows[start : start + k], {"ranking": self.ranking, "window": (rows[start], rows[start + k - 1])}
+        found = window(scores(edit, self.ranking, self.answers, self.seed), rows, k, at_random=self.ranking == "random")
+        return found, {"ranking": self.ranking, "window": (found[0], found[-1])}

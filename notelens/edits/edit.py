@@ -66,6 +66,7 @@ class Edit:
             self.alignment = align(self.old, self.new, name)
         self.meter = Meter()
         self._donor: RowsRun | None = None
+        self._booked = False
 
     @property
     def n(self) -> int:
@@ -209,11 +210,23 @@ class Edit:
         """A fresh prefill of the new prompt. Cost: all its tokens, the first time."""
         if self._donor is None:
             self._donor = run_rows(self.model, None, self.new.ids, range(self.n))
+        if not self._booked:
+            self._booked = True
             if planning:
                 self.meter.planning += self._donor.n_tokens
             else:
                 self.meter.repair += self._donor.n_tokens
         return self._donor
+
+    def lend(self, donor: RowsRun) -> None:
+        """Take a fresh prefill of the new prompt that the caller has; its tokens are still booked when it is asked for.
+
+        Raises:
+            EditError: it is not a prefill of the new prompt.
+        """
+        if tuple(donor.rows.token_ids) != self.new.ids or donor.rows.history:
+            raise EditError(f"{self.method}: the donor is not an exact prefill of the new prompt")
+        self._donor = donor
 
     def check_window(self, rows: Iterable[int]) -> None:
         """Check that the last row can see one of the other rows that are run, in some layer.

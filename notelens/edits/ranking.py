@@ -135,3 +135,22 @@ def check_ranking(ranking: str) -> None:
 def top(score: Tensor, rows: Sequence[int], k: int) -> list[int]:
     """The ``k`` rows with the highest score; ties by position."""
     return sorted(rows, key=lambda p: (-float(score[p]), p))[:k]
+
+
+def window(score: Tensor, rows: Sequence[int], k: int, *, at_random: bool = False) -> list[int]:
+    """The ``k`` neighbours among ``rows`` with the largest sum of positive scores.
+
+    Args:
+        score: of every row of the prompt.
+        rows: candidates, ascending.
+        k: how many, at most ``len(rows)``.
+        at_random: the first score is a uniform draw and says where the window lies (independent scores would draw windows
+            towards their mean).
+    """
+    own = score[list(rows)].clamp(min=0.0)
+    if at_random:
+        start = int(float(own[0]) * (len(rows) - k + 1))
+    else:
+        sums = torch.cat([torch.zeros(1), own.cumsum(0)])
+        start = int((sums[k:] - sums[:-k]).argmax())
+    return list(rows[start : start + k])

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from notelens.cache.kv import KVCache
 from notelens.cache.ops import select_rows
 from notelens.edits.base import Edit, Outcome, Plan, PlannedMethod
 from notelens.edits.edit import placed
 from notelens.edits.ranking import check_ranking, scores, top
+from notelens.errors import EditError
 
 
 class Transplant(PlannedMethod):
@@ -14,6 +16,7 @@ class Transplant(PlannedMethod):
 
     Args:
         ranking, answers, seed, plan: as for ``selective``.
+        donor: rows of a fresh prefill of the new prompt, where the caller has them already.
     """
 
     name = "transplant"
@@ -28,9 +31,10 @@ class Transplant(PlannedMethod):
         answers: Sequence[str] | None = None,
         seed: int = 0,
         plan: Plan | None = None,
+        donor: KVCache | None = None,
     ) -> None:
         check_ranking(ranking)
-        self.ranking, self.answers, self.seed, self.plan = ranking, answers, seed, plan
+        self.ranking, self.answers, self.seed, self.plan, self.donor = ranking, answers, seed, plan, donor
 
     def choose(self, edit: Edit) -> tuple[Sequence[int], Mapping[str, Any]]:
         """The K rows behind the field with the highest score.
@@ -42,10 +46,18 @@ class Transplant(PlannedMethod):
         return top(scores(edit, self.ranking, self.answers, self.seed), edit.behind, k), {"ranking": self.ranking}
 
     def repair(self, edit: Edit, rows: Sequence[int]) -> Outcome:
-        """Copy the rows, run the last one. Cost: a prefill of the new prompt and one token."""
-        donor = edit.donor(planning=False)
+        """Copy the rows, run the last one. Cost: one token, and a prefill of the new prompt where no donor was given.
+
+        Raises:
+            EditError: the donor holds other tokens than the new prompt, or is approximate.
+        """
+        donor = self.donor if self.donor is not None else edit.donor(planning=False).rows
+        if tuple(donor.token_ids) != edit.new.ids or donor.history:
+            raise EditError(
+                f"{self.label}: the donor is not an exact prefill of the new prompt; leave it out or make one"
+            )
         taken = tuple(sorted({*rows, *edit.edited}))
-        part = select_rows(donor.rows, taken)
+        part = select_rows(donor, taken)
         history = (*edit.context.rows.history, f"{self.label}: {edit.name}")
         patched = placed(edit.base, part, history)
         done, record = edit.forward(patched.segments, (edit.last,))
