@@ -17,8 +17,8 @@ from notelens.errors import BudgetError, EditError
 
 BASE_TOKENS, SHARE = 40, 0.10
 """Default budget: so many tokens and so much of the suffix; 17 % of it at 600 tokens, 12 % at 2,000. Chosen on SmolLM2-135M
-with families of the training split (seed 7, 300 tokens, n = 18), where 20 % of the suffix was right in every case, but after part of
-the evaluation at 300 tokens had been seen; it has not been evaluated as such."""
+with families of the training split (seed 7, 300 tokens, n = 18), where 20 % of the suffix was right in every case, but after
+part of the evaluation at 300 tokens had been seen; it has not been evaluated as such."""
 LINE_SHARE = 0.6
 """Part of what is left behind field, line and tail that whole lines may take; the rest goes to single rows."""
 LONG_LINE = 40
