@@ -33,8 +33,8 @@ def test_equals_one_token_at_a_time(name: str, rows: tuple[int, ...]) -> None:
         slow = run_row(model.hf, slow, cache.token_ids[row], row)
     wanted = cache.replace_tensors([k for k, _ in slow], [v for _, v in slow], history=())
     assert max_difference(found.cache, wanted) <= ROW_TOLERANCE
-    windowed = model.geometry.layers[0].window is not None  # two far rows may not see what is stale
-    assert max_difference(cache, wanted) > 1e-2 or windowed  # it had something to do
+    if (name, rows) != ("mistral", (3, 19)):  # through a window of 8 these two rows do not see what is stale
+        assert max_difference(cache, wanted) > 1e-2  # it had something to do
     assert found.tokens_run == len(rows) and found.survivors == rows and found.cache.history == ("joined",)
 
 
