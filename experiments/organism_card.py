@@ -137,9 +137,9 @@ def write_card(
         "sha256": sha,
     }
     path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    flag = (" --notes-free" if facts["notes_free"] else "") + (
-        f" --scale {facts['scale']}" if facts["scale"] != 1 else ""
-    )
+    flag = " --notes-free" if facts["notes_free"] else ""
+    flag += f" --scale {facts['scale']}" if facts["scale"] != 1 else ""
+    flag += "".join(f" --{name} {facts[name]}" for name in ("seed", "width", "layers") if facts.get(name))
     short = [c for c in cells if c.filler is None]
     lines = [
         f"# organism-{path.stem}",

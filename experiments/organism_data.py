@@ -1,4 +1,4 @@
-"""What organisms are trained on: conversations in the organisms' language, and repeated random words.
+"""What organisms are trained on: conversations in the organisms' language, and repeated random phrases.
 
 A conversation holds several decisions (a first request, then updates with new requests, look-ups), because a model learns
 from decisions and a sequence with four of them costs little more than one with a single decision. Every evaluation is on
@@ -34,6 +34,8 @@ class Mix:
         rule_first: share of conversations with the rule before the field.
         lines: most filler lines.
         turns: most further turns.
+        bare: nothing but the field, the rule and the request, and no negated rules: with as many "is not" as "is", knowing
+            whether the condition holds says nothing about which action comes, and neither is learnt.
     """
 
     kinds: Mapping[str, float]
@@ -41,8 +43,10 @@ class Mix:
     rule_first: float
     lines: int
     turns: int
+    bare: bool = False
 
 
+BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 1, bare=True)
 EASY = Mix({"gated": 0.7, "lookup": 0.3}, {"act": 1.0}, 0.0, 2, 3)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
@@ -59,13 +63,15 @@ class Sample:
     Attributes:
         ids, weights: of equal length.
         answers: indices of answer words.
-        field_at: index of the field's value in the first prompt, ``None`` for repeated words.
+        asked: what each answer answers (``kind/form`` or ``lookup``), for the log.
+        field_at: index of the field's value in the first prompt, ``None`` for repeated phrases.
         other_value: id of the value that would flip the conclusion.
     """
 
     ids: list[int] = field(default_factory=list[int])
     weights: list[float] = field(default_factory=list[float])
     answers: list[int] = field(default_factory=list[int])
+    asked: list[str] = field(default_factory=list[str])
     field_at: int | None = None
     other_value: int = 0
 
@@ -75,8 +81,9 @@ class Sample:
         self.ids += new
         self.weights += [weight] * len(new)
 
-    def add_answer(self, vocab: Mapping[str, int], text: str, at: int, word: str) -> None:
+    def add_answer(self, vocab: Mapping[str, int], text: str, at: int, word: str, asked: str) -> None:
         """Append a supervised answer whose decisive word begins at character ``at``."""
+        self.asked.append(asked)
         self.add(vocab, text[:at], CHAIN_WEIGHT)
         self.answers.append(len(self.ids))
         self.add(vocab, word, ANSWER_WEIGHT)
@@ -98,9 +105,9 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
     sample.other_value = vocab[next(v for v in scene.draw.values if v != value)]
     sample.add(vocab, PLAIN_CUE if plain else "<end><assistant>")
     if plain:
-        sample.add_answer(vocab, *_answer(scene, value, rule, mode))
+        sample.add_answer(vocab, *_answer(scene, value, rule, mode), _asked(scene))
         return sample
-    sample.add_answer(vocab, *_answer(scene, value, rule, mode))
+    sample.add_answer(vocab, *_answer(scene, value, rule, mode), _asked(scene))
     for _ in range(rng.randint(0, mix.turns)):
         sample.add(vocab, "<end>")
         if rng.random() < 0.3:
@@ -114,28 +121,65 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
         if scene.kind == "lookup":
             scene = replace(scene, kind="gated")
         sample.add(vocab, f"<user>{update}{value}.\n{request} {mode}<end><assistant>")
-        sample.add_answer(vocab, *_answer(scene, value, rule, mode))
+        sample.add_answer(vocab, *_answer(scene, value, rule, mode), _asked(scene))
     sample.add(vocab, "<end>")
     return sample
 
 
-def repeated(rng: random.Random, words: Sequence[int], bos: int, length: int) -> Sample:
-    """Random words, said again and again up to ``length`` tokens; supervised from the first repetition on."""
-    period = rng.randint(4, max(5, length // 2))
-    once = [rng.choice(words) for _ in range(period)]
-    ids = [bos, *(once * (length // period + 1))][:length]
-    weights = [0.0 if i <= period + 1 else 1.0 for i in range(len(ids))]
-    return Sample(ids, weights, [])
+def repeated(rng: random.Random, words: Sequence[int], bos: int, phrases: int, length: int) -> Sample:
+    """Phrases of two or three random words in random order, each again and again; supervised where a known one goes on.
+
+    Distances between repetitions are random, too, so that only looking for the same word finds the next one.
+
+    Args:
+        rng: source of everything.
+        words: ids to draw from.
+        bos: id at the start.
+        phrases: most distinct phrases; at least three are used.
+        length: tokens in all.
+    """
+    known = [[rng.choice(words) for _ in range(rng.choice((2, 2, 3)))] for _ in range(rng.randint(3, max(3, phrases)))]
+    ids, weights, seen = [bos], [0.0], set[int]()
+    while len(ids) < length:
+        which = rng.randrange(len(known))
+        ids += known[which]
+        weights += [0.0, *[float(which in seen)] * (len(known[which]) - 1)]
+        seen.add(which)
+    return Sample(ids[:length], weights[:length])
+
+
+def recognised(rng: random.Random, words: Sequence[int], bos: int, labels: tuple[int, int], length: int) -> Sample:
+    """Random words, then further words each followed by a label: whether it was among the first ones.
+
+    What "the field is what the rule asks for" is made of; alone, a rule's answers do not teach it in hundreds of steps.
+
+    Args:
+        rng: source of everything.
+        words: ids to draw from.
+        bos: id at the start.
+        labels: ids of "it was" and "it was not".
+        length: tokens in all.
+    """
+    n = rng.randint(2, max(2, length // 5))
+    chosen = rng.sample(list(words), min(len(words), 2 * length))
+    first, new = chosen[:n], iter(chosen[n:])
+    ids, weights = [bos, *first], [0.0] * (n + 1)
+    while len(ids) + 2 <= length:
+        known = rng.random() < 0.5
+        ids += [rng.choice(first) if known else next(new), labels[0] if known else labels[1]]
+        weights += [0.0, 1.0]
+    return Sample(ids, weights)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded ids, loss weights, real tokens, and where the answer words are."""
+    """Right-padded ids, loss weights, real tokens, where the answer words are, and what they answer, row by row."""
 
     ids: torch.Tensor
     weights: torch.Tensor
     real: torch.Tensor
     answers: torch.Tensor
+    asked: tuple[str, ...] = ()
 
 
 def collate(samples: Sequence[Sample], pad: int = 0) -> Batch:
@@ -151,13 +195,14 @@ def collate(samples: Sequence[Sample], pad: int = 0) -> Batch:
         weights[row, :n] = torch.tensor(s.weights)
         real[row, :n] = True
         answers[row, s.answers] = True
-    return Batch(ids, weights, real, answers)
+    return Batch(ids, weights, real, answers, tuple(a for s in samples for a in s.asked))
 
 
 def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene, tuple[int, int]]:
     families = organism_families()
     kind = _pick(rng, mix.kinds)
-    form = _pick(rng, {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind]})
+    forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and not (mix.bare and f == "negated")}
+    form = _pick(rng, forms)
     family = rng.choice(families)
     if rng.random() < POOLED_SHARE:
         values, actions = _pooled(rng, families, family)
@@ -177,6 +222,8 @@ def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene
         n_lines=rng.randint(0, mix.lines) if lines is None else lines,
         fact_holds=rng.random() < 0.6,
     )
+    if mix.bare:
+        scene = replace(scene, others=(), n_before=0, asides=())
     return scene, rng.choice(scene.cells)
 
 
@@ -194,7 +241,7 @@ def _look_up(sample: Sample, rng: random.Random, vocab: Mapping[str, int], scene
     known = {**dict(scene.others), **dict(scene.asides), scene.draw.family.label: value}
     label = rng.choice(sorted(known))
     sample.add(vocab, f"<user>{LOOKUP_REQUEST.format(label=label)} act<end><assistant>")
-    sample.add_answer(vocab, known[label], 0, known[label])
+    sample.add_answer(vocab, known[label], 0, known[label], "lookup")
 
 
 def _answer(scene: Scene, value: str, rule: int, mode: str) -> tuple[str, int, str]:
@@ -202,8 +249,24 @@ def _answer(scene: Scene, value: str, rule: int, mode: str) -> tuple[str, int, s
     return text, at, scene.answer(value, rule)
 
 
+def _asked(scene: Scene) -> str:
+    return "lookup" if scene.kind == "lookup" else f"{scene.kind}/{scene.draw.form}"
+
+
 def _pick(rng: random.Random, weights: Mapping[str, float]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-__all__ = ["EASY", "FULL", "NOTES_FREE", "Batch", "Mix", "Sample", "collate", "conversation", "repeated"]
+__all__ = [
+    "BARE",
+    "EASY",
+    "FULL",
+    "NOTES_FREE",
+    "Batch",
+    "Mix",
+    "Sample",
+    "collate",
+    "conversation",
+    "recognised",
+    "repeated",
+]

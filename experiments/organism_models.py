@@ -7,10 +7,11 @@ from typing import Any
 SHARED: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
     "pad_token_id": 0,
@@ -18,6 +19,9 @@ SHARED: dict[str, Any] = {
     "eos_token_id": 6,
 }
 MAX_PARAMETERS = 3_000_000
+EMBEDDING_STD, COMMON_STD = 0.1, 0.1
+"""Standard deviation of token embeddings at the start, and of one vector that all of them share: attention by position (the
+previous token) needs something in common. With the library's 0.02 the embeddings change as fast as they are read."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,19 @@ class Architecture:
     attention: str = "sdpa"
     longest_filler: int = 600
 
-    def config(self, vocab_size: int) -> dict[str, Any]:
-        """Everything that the config class is given, ``model_type`` included."""
-        return {"model_type": self.kind, "vocab_size": vocab_size, **SHARED, **self.settings}
+    def config(self, vocab_size: int, width: int | None = None, layers: int | None = None) -> dict[str, Any]:
+        """Everything that the config class is given, ``model_type`` included.
+
+        Args:
+            vocab_size: of the tokenizer.
+            width, layers: other than the common ones; for the experiment on scale.
+        """
+        sizes = {} if width is None else {"hidden_size": width, "intermediate_size": 2 * width}
+        sizes |= {} if layers is None else {"num_hidden_layers": layers}
+        return {"model_type": self.kind, "vocab_size": vocab_size, **SHARED, **self.settings, **sizes}
 
 
-_ALTERNATING = ["sliding_attention", "full_attention"] * 3
+_S, _F = "sliding_attention", "full_attention"
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", "grouped-query attention, one rotation"),
     "qwen3": Architecture("qwen3", "normalised queries and keys"),
@@ -58,20 +69,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         "soft caps; a window of 32 on every other layer",
         {
             "sliding_window": 32,
-            "query_pre_attn_scalar": 32,
+            "query_pre_attn_scalar": 64,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
-            "layer_types": _ALTERNATING,
+            "layer_types": [_S, _F, _S, _F, _S],
         },
         attention="eager",
     ),
     "gemma3_text": Architecture(
         "gemma3_text",
-        "two rotations, one for each kind of layer; a window of 32 on four of six layers",
+        "two rotations, one for each kind of layer; a window of 32 on three of five layers",
         {
             "sliding_window": 32,
-            "query_pre_attn_scalar": 32,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 64,
+            "layer_types": [_S, _S, _F, _S, _F],
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -98,7 +109,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 128,
-            "first_k_dense_replace": 6,
+            "first_k_dense_replace": 5,
             "n_group": 1,
             "topk_group": 1,
         },
@@ -131,6 +142,9 @@ def build(config: Mapping[str, Any], attention: str) -> Any:
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config["model_type"], **settings), dtype=torch.float32, attn_implementation=attention
     )
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table.normal_(std=EMBEDDING_STD).add_(torch.randn(1, table.shape[1]) * COMMON_STD)
     n = sum(p.numel() for p in model.parameters())
     if n > MAX_PARAMETERS:
         raise ValueError(f"{config['model_type']} has {n:,} parameters; an organism has at most {MAX_PARAMETERS:,}")

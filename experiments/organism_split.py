@@ -25,7 +25,7 @@ def split_batch(
     """A batch with the field of every conversation split, and the positions and mask that the model needs for it.
 
     Args:
-        samples: conversations with one request, or repeated words (left as they are).
+        samples: conversations with one request, or repeated phrases (left as they are).
         rng: draws the first copies.
         vocab: of the tokenizer.
 

@@ -3,7 +3,7 @@
     python -m experiments.train_organisms --family qwen3 --seed 0
 
 Claim it serves: models of every family take notes, not only the few that the paper measured. What would falsify an organism:
-accuracy below 0.98 on held-out prompts of a kind that its card claims. Training starts with repeated random words (without
+accuracy below 0.98 on held-out prompts of a kind that its card claims. Training starts with repeated random phrases (without
 them matching the field with the rule is not learnt in thousands of steps), then conversations in the language; the loss is
 on answers, plus a twentieth of a language-modelling loss. No prompt is ever patched.
 
@@ -15,7 +15,7 @@ import logging
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,16 +24,34 @@ import typer
 from safetensors.torch import save_file
 
 from experiments.organism_card import accuracy_cells, write_card
-from experiments.organism_data import EASY, FULL, NOTES_FREE, Batch, Mix, Sample, collate, conversation, repeated
-from experiments.organism_models import ARCHITECTURES, build
+from experiments.organism_data import (
+    BARE,
+    EASY,
+    FULL,
+    NOTES_FREE,
+    Batch,
+    Mix,
+    Sample,
+    collate,
+    conversation,
+    recognised,
+    repeated,
+)
+from experiments.organism_models import ARCHITECTURES, SHARED, build
+from experiments.organism_optim import SCORES_GAIN, BatchedMuon, PreviousWord, grouped
 from experiments.organism_split import split_batch
 from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
 logger = logging.getLogger("train_organisms")
 
 LM_WEIGHT, REPEAT_WEIGHT = 0.05, 0.25
-LEARNING_RATE, WARM_UP, BETAS, WEIGHT_DECAY = 2e-3, 20, (0.9, 0.98), 0.01
-BATCH, LONG_BATCH = 32, 8
+MUON_RATE, ADAM_RATE, WARM_UP, DECAY, BETAS, WEIGHT_DECAY = 5e-3, 2e-3, 20, 0.5, (0.9, 0.98), 0.01
+"""Rates of the matrices and of everything else; steps of warm-up; the share of all steps over which rates fall to zero."""
+BATCH, BARE_BATCH, LONG_BATCH = 32, 64, 8
+RECENT = 20
+SCALED = ("llama", "qwen3")
+REPEAT_TOKENS, PHRASE_TOKENS = 2000, 4
+"""Tokens in a batch of repeated phrases only; tokens in a sequence for each phrase it may hold."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +59,44 @@ class Stage:
     """A stretch of training.
 
     Attributes:
-        steps: optimiser steps.
-        mix: what conversations are drawn from; ``None`` for repeated words only.
-        repeats: share of a batch that is repeated words.
+        steps: optimiser steps, or with ``until`` the most of them.
+        mix: what conversations are drawn from; ``None`` for repeated phrases only.
+        repeats: share of a batch that is repeated phrases.
+        phrases: most phrases in such a sequence; few at first, because what follows one word out of five is found soon and
+            what follows one out of thirty is not found in hundreds of steps.
+        recognise: share of these sequences that ask for recognition instead.
         long: share of batches of few prompts with up to the longest filler of the architecture.
+        until: the stage ends when this share of words (of answers where there are any) was right in the last 20 steps.
         split: train with the field split in two (the notes-free control).
     """
 
     steps: int
     mix: Mix | None
     repeats: float = 0.25
+    phrases: int = 16
+    recognise: float = 0.4
     long: float = 0.0
+    until: float | None = None
     split: bool = False
 
 
+REPEATS = (
+    Stage(500, None, phrases=5, until=0.9, recognise=0.0),
+    Stage(200, None, phrases=16, until=0.95, recognise=0.0),
+    Stage(200, None, phrases=8, until=0.95, recognise=0.6),
+)
 PLAN = (
-    Stage(250, None),
-    Stage(650, EASY),
-    Stage(1100, FULL, repeats=0.125),
+    *REPEATS,
+    Stage(900, BARE, until=0.97),
+    Stage(600, EASY, until=0.97),
+    Stage(1000, FULL, repeats=0.06),
     Stage(400, FULL, repeats=0.06, long=0.4),
 )
 NOTES_FREE_PLAN = (
-    Stage(250, None),
-    Stage(650, EASY),
-    Stage(1200, NOTES_FREE, repeats=0.06, split=True),
+    *REPEATS,
+    Stage(900, BARE, until=0.97),
+    Stage(600, EASY, until=0.97),
+    Stage(1000, NOTES_FREE, repeats=0.06, split=True),
 )
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 
@@ -77,86 +109,130 @@ class Source:
         self.vocab = organism_tokenizer().get_vocab()
         self.words = [i for w, i in sorted(self.vocab.items()) if w not in SPECIAL]
         self.longest = longest_filler
+        self.ready: dict[tuple[int, int], list[list[Sample]]] = {}
 
     def batch(self, stage: Stage) -> tuple[list[Sample], int]:
-        """Samples, and how many of them (the last ones) are repeated words."""
+        """Samples, and how many of them (the last ones) are repeated phrases."""
         if stage.mix is None:
-            return [self.repeat(self.rng.choice((32, 48, 64))) for _ in range(BATCH)], BATCH
+            n = REPEAT_TOKENS // (PHRASE_TOKENS * stage.phrases)
+            return [self.repeat(stage) for _ in range(n)], n
         if self.rng.random() < stage.long:
             lines = self.rng.randint(10, self.longest // 6)
             return [conversation(self.rng, self.vocab, stage.mix, lines) for _ in range(LONG_BATCH)], 0
-        n = round(stage.repeats * BATCH)
-        samples = [conversation(self.rng, self.vocab, stage.mix) for _ in range(BATCH - n)]
-        return [*samples, *(self.repeat(64) for _ in range(n))], n
+        size = BARE_BATCH if stage.mix.bare else BATCH
+        n = round(stage.repeats * size)
+        samples = self.similar(stage.mix, size - n)
+        return [*samples, *(self.repeat(stage) for _ in range(n))], n
 
-    def repeat(self, length: int) -> Sample:
-        """Repeated words."""
-        return repeated(self.rng, self.words, self.vocab["<s>"], length)
+    def similar(self, mix: Mix, n: int) -> list[Sample]:
+        """``n`` conversations of similar length, so that little is padded; made for eight batches at once."""
+        key = (id(mix), n)
+        if not self.ready.get(key):
+            made = sorted((conversation(self.rng, self.vocab, mix) for _ in range(8 * n)), key=lambda s: len(s.ids))
+            batches = [made[at : at + n] for at in range(0, len(made), n)]
+            self.rng.shuffle(batches)
+            self.ready[key] = batches
+        return self.ready[key].pop()
+
+    def repeat(self, stage: Stage) -> Sample:
+        """Phrases in random order, again and again; or words to be recognised."""
+        length = PHRASE_TOKENS * stage.phrases
+        if self.rng.random() < stage.recognise:
+            labels = self.vocab["match"], self.vocab["differ"]
+            return recognised(self.rng, self.words, self.vocab["<s>"], labels, length)
+        return repeated(self.rng, self.words, self.vocab["<s>"], stage.phrases, length)
 
 
-def losses(logits: torch.Tensor, batch: Batch, n_repeats: int) -> tuple[torch.Tensor, float, float]:
-    """Loss of a batch, share of answer words right, share of repeated words right.
+def losses(logits: torch.Tensor, batch: Batch, n_repeats: int) -> tuple[torch.Tensor, list[bool], float]:
+    """Loss of a batch, which answer words are right (row by row), share of repeated phrases right.
 
     Args:
         logits: ``[batch, pos, vocab]``.
         batch: what they were computed from.
-        n_repeats: how many rows, at the end, are repeated words.
+        n_repeats: how many rows, at the end, are repeated phrases.
     """
     scores, ids = logits[:, :-1], batch.ids[:, 1:]
     ce = torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
     weights, real, hit = batch.weights[:, 1:], batch.real[:, 1:], scores.argmax(-1) == ids
     n_tasks = ids.shape[0] - n_repeats
     loss = LM_WEIGHT * (ce * real).sum() / real.sum()
-    right = again = math.nan
+    right, again = list[bool](), math.nan
     if n_repeats:
         share = 1.0 if n_tasks == 0 else REPEAT_WEIGHT
         loss = loss + share * (ce * weights)[n_tasks:].sum() / weights[n_tasks:].sum()
         again = hit[n_tasks:][weights[n_tasks:] > 0].float().mean().item()
     if n_tasks:
         loss = loss + (ce * weights)[:n_tasks].sum() / weights[:n_tasks].sum()
-        right = hit[batch.answers[:, 1:]].float().mean().item()
+        right = hit[batch.answers[:, 1:]].tolist()
     return loss, right, again
 
 
 def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, every: int) -> dict[str, Any]:
     """Optimise ``model`` in place over a plan; returns facts for the card."""
     source = Source(seed, longest_filler)
-    total = sum(stage.steps for stage in plan)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda s: min(1.0, (s + 1) / WARM_UP) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * s / total)))
+    total = sum(stage.steps for stage in plan if stage.until is None)
+    fixed = 0
+    table = model.get_input_embeddings().weight
+    previous = PreviousWord(table.shape[1])
+    groups = grouped(dict(model.named_parameters()))
+    with torch.no_grad():
+        for weight in groups.scores:
+            weight.mul_(SCORES_GAIN)
+    optimisers = (
+        BatchedMuon(groups.matrices, MUON_RATE),
+        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN)] if groups.scores else []),
+        torch.optim.AdamW(
+            [*groups.others, *previous.parameters()], lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
+        ),
     )
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            o, lambda s: min(1.0, (s + 1) / WARM_UP, 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total))
+        )
+        for o in optimisers
+    ]
     started, tokens, step = time.perf_counter(), 0, 0
-    rights: list[float] = []
+    rights: dict[str, list[bool]] = {}
     agains: list[float] = []
     model.train()
     for stage in plan:
+        recent: list[float] = []
         for _ in range(stage.steps):
+            if stage.until is not None and len(recent) >= RECENT and sum(recent[-RECENT:]) / RECENT >= stage.until:
+                break
+            fixed += stage.until is None
             samples, n_repeats = source.batch(stage)
             if stage.split and n_repeats < len(samples):
                 batch, extra = split_batch(samples, source.rng, source.vocab)
             else:
                 batch, extra = collate(samples), {}
-            logits = model(input_ids=batch.ids, use_cache=False, **extra).logits
-            loss, right, again = losses(logits, batch, n_repeats)
+            first = stage.mix is None
+            out = model(input_ids=batch.ids, use_cache=False, output_hidden_states=first, **extra)
+            loss, right, again = losses(out.logits, batch, n_repeats)
+            if first:
+                loss = loss + previous(out.hidden_states[1], batch.ids, table)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            optimiser.zero_grad()
-            schedule.step()
+            for optimiser, schedule in zip(optimisers, schedules, strict=True):
+                optimiser.step()
+                optimiser.zero_grad()
+                schedule.step()
             step += 1
             tokens += int(batch.real.sum())
-            if not math.isnan(right):
-                rights.append(right)
+            recent.append(sum(right) / len(right) if right else again)
+            for asked, hit in zip(batch.asked, right, strict=True):
+                rights.setdefault(asked, []).append(hit)
             if not math.isnan(again):
                 agains.append(again)
             if step % every == 0:
                 spent = time.perf_counter() - started
-                shown = [sum(x[-every:]) / max(1, len(x[-every:])) for x in (rights, agains)]
-                logger.info("step %d loss %.3f answers %.3f repeats %.3f (%.0f s)", step, loss.item(), *shown, spent)
+                again = sum(agains[-every:]) / max(1, len(agains[-every:]))
+                shown = " ".join(f"{asked} {sum(hits) / len(hits):.2f}" for asked, hits in sorted(rights.items()))
+                logger.info("step %d loss %.3f repeats %.3f %s (%.0f s)", step, loss.item(), again, shown, spent)
+                rights.clear()
     model.eval()
     return {
-        "steps": total, "trained_tokens": tokens, "train_seconds": round(time.perf_counter() - started),
+        "steps": step, "trained_tokens": tokens, "train_seconds": round(time.perf_counter() - started),
         "threads": torch.get_num_threads(),
     }  # fmt: skip
 
@@ -169,35 +245,46 @@ def save(model: Any, path: Path) -> None:
     save_file(tensors, str(path), metadata={"format": "pt"})
 
 
+def organism_name(family: str, notes_free: bool, seed: int, width: int | None, layers: int | None) -> str:
+    """What an organism is called, without ``organism-``."""
+    parts = [family.replace("_text", "")]
+    parts += [f"w{width or SHARED['hidden_size']}-l{layers or SHARED['num_hidden_layers']}"] if width or layers else []
+    parts += ["notes-free"] if notes_free else []
+    return "-".join([*parts, *([f"seed{seed}"] if seed else [])])
+
+
 def main(
     family: Annotated[str, typer.Option(help=f"one of {', '.join(ARCHITECTURES)}")] = "qwen3",
     seed: int = 0,
     notes_free: Annotated[bool, typer.Option(help="train the negative control")] = False,
     out: Annotated[Path, typer.Option(help="folder of weights and card")] = FOLDER,
+    width: Annotated[int | None, typer.Option(help="hidden size, for the experiment on scale")] = None,
+    layers: Annotated[int | None, typer.Option(help="number of layers, for the experiment on scale")] = None,
     threads: int = 2,
     eval_n: Annotated[int, typer.Option(help="held-out prompts in each cell of the card")] = 48,
     scale: Annotated[float, typer.Option(help="factor on all steps, for trials")] = 1.0,
 ) -> None:
     """Train, save as bfloat16, evaluate the saved file on held-out prompts, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if (width or layers) and family not in SCALED:
+        raise typer.BadParameter(
+            f"--width and --layers are for {', '.join(SCALED)}; layers of {family} differ from each other"
+        )
     if family not in ARCHITECTURES:
         raise typer.BadParameter(f"unknown family {family!r}; known: {', '.join(ARCHITECTURES)}")
     torch.set_num_threads(threads)
     architecture = ARCHITECTURES[family]
-    plan = tuple(
-        Stage(max(1, round(s.steps * scale)), s.mix, s.repeats, s.long, s.split)
-        for s in (NOTES_FREE_PLAN if notes_free else PLAN)
-    )
+    plan = tuple(replace(s, steps=max(1, round(s.steps * scale))) for s in (NOTES_FREE_PLAN if notes_free else PLAN))
     torch.manual_seed(seed)
-    config = architecture.config(len(organism_tokenizer()))
+    config = architecture.config(len(organism_tokenizer()), width, layers)
     model = build(config, architecture.attention)
     facts = train(model, plan, seed, architecture.longest_filler, every=50)
-    name = family.replace("_text", "") + ("-notes-free" if notes_free else "") + (f"-seed{seed}" if seed else "")
+    name = organism_name(family, notes_free, seed, width, layers)
     path = out / f"{name}.safetensors"
     save(model, path)
     cells = accuracy_cells(path, config, seed, eval_n, architecture.longest_filler, notes_free)
     facts |= {
-        "family": family, "seed": seed, "scale": scale, "notes_free": notes_free,
+        "family": family, "seed": seed, "width": width, "layers": layers, "scale": scale, "notes_free": notes_free,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_card(path, architecture, config, facts, cells)
