@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from notelens.errors import MissingPackageError, UnsupportedModelError
+from notelens.errors import EditError, MissingPackageError, UnsupportedModelError
 from notelens.models.base import NoteModel
 
 RIDGE = 1e-2
@@ -139,6 +139,7 @@ def rome(
         clamp: largest size of the offset, relative to the value's.
 
     Raises:
+        EditError: the projection's input at the subject is zero.
         UnsupportedModelError: the layer has no single ``down_proj``.
 
     Cost: at most ``steps`` forward and backward passes over the prompt.
@@ -147,8 +148,13 @@ def rome(
     module = down_proj(model, keys.layer)
     ids = torch.tensor([list(target.token_ids)], device=model.device)
     key, value = _key_and_value(model, module, target)
+    if float(key.norm()) == 0.0:
+        raise EditError(
+            f"{model.name}: the MLP of layer {keys.layer} does nothing at the subject, so there is no key to edit"
+        )
+    size = float(value.norm()) or 1.0
     offset = torch.zeros_like(value, requires_grad=True)
-    optimiser = torch.optim.Adam([offset], lr=learning_rate * float(value.norm()) / len(value) ** 0.5)
+    optimiser = torch.optim.Adam([offset], lr=learning_rate * size / len(value) ** 0.5)
 
     def shift(_: Any, __: Any, out: Tensor) -> Tensor:
         made = out.clone()
@@ -156,10 +162,10 @@ def rome(
         return made
 
     def penalty() -> Tensor:
-        return decay * (offset.norm() / value.norm()) ** 2
+        return decay * (offset @ offset) / size**2
 
     def limit() -> None:
-        offset.mul_(min(1.0, float(clamp * value.norm() / offset.norm().clamp(min=1e-12))))
+        offset.mul_(min(1.0, clamp * size / max(float(offset.norm()), 1e-12)))
 
     handle = module.register_forward_hook(shift)
     try:
@@ -260,8 +266,8 @@ def _optimise(
 
 def _next_logp(model: NoteModel, ids: Tensor) -> Tensor:
     """Log-probabilities of the next token, float32."""
-    hidden = model.family.decoder(model.hf)(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
-    return torch.log_softmax(model.next_logits(hidden).float(), dim=-1)
+    logits = model.hf(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+    return torch.log_softmax(logits.float(), dim=-1)
 
 
 def _key_and_value(model: NoteModel, module: torch.nn.Linear, target: Target) -> tuple[Tensor, Tensor]:

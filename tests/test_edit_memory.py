@@ -101,20 +101,27 @@ def test_a_new_context_owns_the_rows_that_were_run_and_shares_the_others(name: s
 
 @pytest.mark.parametrize("name", SHARING)
 def test_no_whole_copy_exists_while_an_edit_is_made(name: str, deep: Any) -> None:
-    """At most the rows of a few layers, against sixteen in a copy; planning on recorded reads included."""
-    before = context(deep)
+    """At most the rows of a few layers, against sixteen in a copy. The record of reads, which auto needs, is no row: its new
+    version is allowed for."""
     method = contract.make(EDITS.get(name))
+    planned = getattr(method, "ranking", "") == "chain" or name == "auto"
+    before = context(deep, record=planned)
     before.edit("a", "f1", method)  # buffers that are made once
     held = [
         *deep.hf.parameters(),
         *deep.hf.buffers(),
         *(t for s in before.rows.segments for t in (*s.source.keys, *s.source.values)),
     ]
+    record = before.dependencies
+    held += [] if record is None else [record.source, record.weight]
     counter = LiveBytes().known(held)
     with counter:
         before.edit("a", "f1", method)
     whole = before.cache().nbytes
-    assert 0 < counter.peak < 0.45 * whole, f"{counter.peak / whole:.2f} of the cache"
+    allowed = 0.3 * whole + (0 if record is None else 1.5 * record.nbytes)
+    assert (counter.peak > 0) == (name != "stale") and counter.peak < allowed, (
+        f"{counter.peak / whole:.2f} of the cache"
+    )
 
 
 def test_a_method_that_copies_is_noticed(deep: Any) -> None:

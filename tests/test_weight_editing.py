@@ -75,10 +75,11 @@ def test_the_update_is_the_smallest_that_maps_the_key_to_the_value(model: Any) -
     handle = down_proj(model, LAYER).register_forward_pre_hook(lambda _, args: inputs.append(args[0][0].clone()))
     model.prefill(PROMPT)
     handle.remove()
+    start = float(torch.softmax(model.next_logits(model.prefill(PROMPT).hidden), -1)[target.answer])
     with rome(model, target, keys) as made:
         change = (weight - old).double()
         moved = outputs(model, PROMPT) - plain
-        assert made.probability > 0.2 and made.steps >= 1
+        assert made.probability > start and made.steps >= 1
     values = torch.linalg.svdvals(change)
     assert values[0] > 0 and values[1] < 1e-5 * values[0], "rank one"
     key = inputs[0][target.subject].double()
@@ -115,7 +116,7 @@ def test_both_baselines_flip_and_every_bit_comes_back(name: str, model: Any) -> 
     start = model.next_logits(model.prefill(PROMPT).hidden)
 
     def editor() -> Any:
-        return rome(model, target, keys, steps=60) if name == "rome" else lora(model, target, steps=60)
+        return rome(model, target, keys, steps=60, clamp=100.0) if name == "rome" else lora(model, target, steps=60)
 
     with editor() as made:
         edited = model.next_logits(model.prefill(PROMPT).hidden)
@@ -181,10 +182,10 @@ def test_arms_of_the_cache_leave_every_other_request_alone(finished: dict[Any, A
         assert finished["restored", method]["value"] == 1.0
 
 
-def test_a_rank_one_edit_at_the_field_cannot_reach_a_decision_that_reads_notes(finished: dict[Any, Any]) -> None:
-    """Nobody reads what the field's own MLP writes, so there is no gradient and nothing to edit."""
-    assert finished["p_correct", "rome"]["value"] == 0.0 and finished["largest_logit_change", "rome"]["value"] == 0.0
-    assert finished["restored", "rome"]["value"] == 1.0
+def test_a_rank_one_edit_at_the_field_has_nothing_to_hold_on_to(finished: dict[Any, Any]) -> None:
+    """The hand-set MLP multiplies field and trigger, and at the field itself there is no trigger: its key is zero."""
+    line = finished["p_correct", "rome"]
+    assert line["n"] == 0 and line["reasons"] == {"refused (EditError)": 4}
 
 
 def test_fine_tuning_flips_the_target_and_whoever_shares_its_weights(finished: dict[Any, Any]) -> None:
