@@ -24,6 +24,7 @@ from experiments.organism_cases import organism_cases
 
 OWN = ("edit_cost",)
 METHODS = ("in_place", "erratum", "field_erratum", "auto", "edit_local@32", "full_suffix")
+LONG = 2000
 BARS = {"erratum": 15.0, "in_place": 20.0}
 """Smallest ``ratio_to_full`` at 2,048 cached tokens."""
 
@@ -59,6 +60,18 @@ def edit_rows(model: Any, case: Case, rounds: int, methods: Sequence[str] = METH
     return [*rows, {**whole, "metric": "full_ms", **quartiles([1e3 * s for s in full])}]
 
 
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Bars that prompts of 2,000 and more tokens do not reach, one sentence each."""
+    found: list[str] = []
+    for row in rows:
+        bar = BARS.get(row["case"].get("method", ""))
+        if row["metric"] == "ratio_to_full" and row["case"]["n"] >= LONG and bar is not None and row["value"] < bar:
+            found.append(
+                f"{row['case']['method']} at {row['case']['n']} tokens: {row['value']:.1f} times faster, bar {bar:g}"
+            )
+    return found
+
+
 def case_of(model: Any, n: int) -> Case:
     """One gated decision whose field stands near the beginning of a prompt of about ``n`` tokens, tail and erratum included."""
     make = organism_cases if model.name.startswith("organism-") else gated_cases
@@ -84,6 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
         merge(rows, given.out, OWN)
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
+    for text in missed(rows):
+        sys.stderr.write(f"missed: {text}\n")
 
 
 if __name__ == "__main__":
