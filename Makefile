@@ -54,6 +54,7 @@ bench: $(STAMP)  ## time the patch engine against its alternatives; writes bench
 	$(BIN)/python -m pytest benchmarks -q -W default --benchmark-quiet --benchmark-json=runs/bench/timings.json
 	$(BIN)/python -m benchmarks.memory --out runs/bench/memory.jsonl
 	$(BIN)/python -m benchmarks.report runs/bench
+	$(BIN)/python -m benchmarks.edits --out benchmarks/results.json
 
 notebooks: $(STAMP)  ## execute every notebook, keeping none of the outputs
 	@set -e; for notebook in notebooks/*.ipynb; do $(BIN)/jupyter-execute "$$notebook"; done

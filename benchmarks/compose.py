@@ -96,10 +96,10 @@ def rotation_rows(model: Any, n: int, rounds: int) -> list[Row]:
     ]
 
 
-def merge(rows: Sequence[Row], path: Path) -> None:
-    """Put rows into a ``results.json``, in place of older ones of these benchmarks."""
+def merge(rows: Sequence[Row], path: Path, own: Sequence[str] = OWN) -> None:
+    """Put rows into a ``results.json``, in place of older ones of the benchmarks in ``own``."""
     before = json.loads(path.read_text()) if path.is_file() else []
-    kept = [row for row in before if row["benchmark"] not in OWN]
+    kept = [row for row in before if row["benchmark"] not in own]
     lines = ",\n".join(json.dumps(row) for row in [*kept, *rows])
     path.write_text(f"[\n{lines}\n]\n")
 

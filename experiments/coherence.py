@@ -7,20 +7,23 @@ its revocation, after edits of two fields, and with a line that recalls the old 
 Falsifier: complete-case success (all questions of a case right) of ``auto`` below 0.9 of full prefill's own; or ``erratum`` and
 ``in_place`` no worse than ``auto`` on it (then asking everything shows nothing that one question does not).
 
-Two gated decisions stand one behind the other in one prompt: two records, two rules. The cache is repaired once, with the first
-question at its end; the other questions are then asked of the *same* repaired rows, by running their few tokens in place of the
-first question's (arXiv:2606.17107 asks one question). Histories: ``once`` (first field), ``there_and_back`` (changed, then
-revoked), ``both`` (two fields), ``poisoned`` (once, and a line of the prompt says what the value was before). No case is left
-out: full prefill's own rate stands beside, and rates over the cases that it answers completely.
+Two gated decisions stand one behind the other in one prompt: two records, two rules. In the organisms' language, which knows
+one rule a prompt, the record holds two fields, and their values are asked for too (``lookup``, ``other``). The cache is
+repaired once, with the first question at its end; the other questions are then asked of the *same* repaired rows, by running
+their few tokens in place of the first question's (arXiv:2606.17107 asks one question). Histories: ``once`` (first field),
+``there_and_back`` (changed, then revoked), ``both`` (two fields), ``poisoned`` (once, and a line of the prompt says what the
+value was before). No case is left out: full prefill's own rate stands beside, and rates over the cases that it answers
+completely.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from experiments.edit_arms import Arm, Row
 from experiments.edit_harness import EditConfig, Line, Stage, Sums, main
+from experiments.organism_cases import consequences
 from notelens.cache.rows import Rows
 from notelens.edits.context import EditableContext
 from notelens.edits.lines import SEAM
@@ -34,9 +37,39 @@ from notelens.tasks.gated import GatedDecisions
 from notelens.tasks.render import DIRECT_CUE, SYSTEM, TWO_RULES, Draw, pieces
 
 HISTORIES = ("once", "there_and_back", "both", "poisoned")
-METRICS = ("complete_case_rate", "complete_given_full", "p_field", "p_rephrased", "p_other", "tokens_run")
+METRICS = ("complete_case_rate", "complete_given_full", "p_field", "p_rephrased", "p_lookup", "p_other", "tokens_run")
 QUESTIONS = {"field": (0, 0), "rephrased": (0, 1), "other": (1, 0)}
 """Name to (which decision, which phrasing of its request)."""
+
+
+class Asked(Protocol):
+    """A prompt with two fields and several questions."""
+
+    id: str
+    family: str
+    form: str
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """Names; the repair is made with the first one at the end of the prompt."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What edits call the fields."""
+        ...
+
+    def value(self, which: int, changed: bool) -> str:
+        """Value of a field before and after it changed."""
+        ...
+
+    def expected(self, question: str, changed: Sequence[bool]) -> str:
+        """The right answer when these fields have changed."""
+        ...
+
+    def context(self, model: NoteModel, question: str, *, record: bool) -> EditableContext:
+        """The prompt with both fields at their first value and one question."""
+        ...
 
 
 class CoherenceConfig(EditConfig):
@@ -69,6 +102,18 @@ class Double:
     first: tuple[int, int]
     poisoned: bool
 
+    questions = tuple(QUESTIONS)
+
+    @property
+    def form(self) -> str:
+        """Rule form of the first decision."""
+        return self.draws[0].form
+
+    def expected(self, question: str, changed: Sequence[bool]) -> str:
+        """The right answer when these fields have changed."""
+        which = QUESTIONS[question][0]
+        return self.answer(which, changed[which])
+
     @property
     def names(self) -> tuple[str, str]:
         """What edits call the fields."""
@@ -83,7 +128,7 @@ class Double:
         """What the rule says then."""
         return self.draws[which].action(self.value(which, changed), self.rules[which])
 
-    def context(self, model: NoteModel, question: tuple[int, int], *, record: bool) -> EditableContext:
+    def context(self, model: NoteModel, question: str, *, record: bool) -> EditableContext:
         """The prompt with both fields at their first value and one question. Cost: one prefill."""
         text = ""
         for which in (0, 1):
@@ -92,7 +137,7 @@ class Double:
             text += "".join("{{" + name + "}}" if p.span == "field" else p.text for p in parts)
             if which == 0 and self.poisoned:
                 text += f"Earlier note: the {draw.family.label} was {self.value(0, False)}.\n"
-        about, phrasing = question
+        about, phrasing = QUESTIONS[question]
         requests = self.draws[about].family.requests
         fields = {self.names[i]: self.value(i, False) for i in (0, 1)}
         request = f"{requests[phrasing % len(requests)]} {DIRECT_CUE}"
@@ -100,7 +145,12 @@ class Double:
 
 
 def double_cases(model: NoteModel, config: EditConfig, stage: Stage) -> list[Any]:
-    """Pairs of decisions of different families; deterministic in the seed."""
+    """Prompts with two fields; of gated decisions, pairs of different families. Deterministic in the seed."""
+    if config.task == "organism":
+        return consequences(
+            model.tokenizer, config.n, config.seed, split=config.split, forms=config.forms, order=config.order,
+            poisoned=stage.name == "poisoned",
+        )  # fmt: skip
     task = GatedDecisions(split=config.split, forms=config.forms, order=config.order)
     draws = task.draws(model.tokenizer, 2 * config.n, config.seed)
     found: list[Double] = []
@@ -157,17 +207,17 @@ class Coherence:
         return [Stage(h, {"history": h}, {}) for h in config.histories]
 
     def measure(self, model: NoteModel, config: CoherenceConfig, stage: Stage, case: Any) -> list[Row]:
-        """All arms on one case."""
+        """All arms on one case (an :class:`Asked`)."""
         rows: list[Row] = []
-        begun = {record: case.context(model, QUESTIONS["field"], record=record) for record in (False, True)}
-        asked = {name: case.context(model, q, record=False) for name, q in QUESTIONS.items()}
+        begun = {record: case.context(model, case.questions[0], record=record) for record in (False, True)}
+        asked = {name: case.context(model, name, record=False) for name in case.questions}
         changed = [False, False]
         for which, state in steps(stage.name, case):
             changed[which] = state
         for text in dict.fromkeys(("full_prefill", *config.arms)):
             arm = Arm.parse(text)
             row: Row = {
-                "item": case.id, "family": case.family, "form": case.draws[0].form, "method": text, "excluded": None,
+                "item": case.id, "family": case.family, "form": case.form, "method": text, "excluded": None,
                 "n_tokens": len(begun[False]),
             }  # fmt: skip
             context = begun[arm.method == "auto" or arm.options.get("ranking") == "chain"]
@@ -178,9 +228,9 @@ class Coherence:
                     made = context.edit(case.names[which], case.value(which, state), resolve(spec, **arm.options))
                     context, run = made.context, run + made.report.total_tokens
                 right: dict[str, bool] = {}
-                for name, (about, _) in QUESTIONS.items():
+                for name in case.questions:
                     top, _ = ask(context, asked[name])
-                    right[name] = top == context.answer_id(case.answer(about, changed[about]))
+                    right[name] = top == context.answer_id(case.expected(name, changed))
             except EditError as e:
                 rows.append({**row, "excluded": f"refused ({type(e).__name__})", "message": str(e)})
                 continue
@@ -204,7 +254,7 @@ class Coherence:
             sums.add(
                 "complete_given_full", method, rate, excluded=["full prefill incomplete"] * (len(kept) - len(given))
             )
-            for name in QUESTIONS:
+            for name in kept[0]["right"] if kept else ():
                 sums.add(f"p_{name}", method, cluster_rate([r["right"][name] for r in kept], families), excluded=lost)
             if kept:
                 sums.mean("tokens_run", method, lambda r: float(r["tokens_run"]), unit="tokens")

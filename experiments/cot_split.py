@@ -31,7 +31,7 @@ PAPER = {"direct": {"in_place": 0.0}, "chain": {"in_place": 1.0}}
 """Qwen3-8B, n = 48 with and 8 without a chain."""
 METRICS = ("competence", "p_correct", "states_new", "right_given_states_new", "thinking_tokens")
 TOP = 8
-CONCLUSION = re.compile(r"Answer:\s*(\w+)")
+CONCLUSION = re.compile(r"\b[Aa]nswer\s*:\s*(\w+)")
 
 
 class ChainConfig(EditConfig):

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from experiments.edit_arms import Arm, Bench, Row
 from experiments.edit_cases import Case, gated_cases, instance_cases
+from experiments.organism_cases import organism_cases
 from notelens.errors import ConfigError
 from notelens.models.base import NoteModel
 from notelens.models.load import load
@@ -40,10 +41,11 @@ class EditConfig(BaseModel):
     Attributes:
         name: of the run.
         model: as ``notelens.load`` takes it.
-        task: ``gated``, or another registered task (whose instances are used as they are).
+        task: ``gated``, ``organism``, or another registered task (whose instances are used as they are).
         n: cases per stage.
         seed: of cases and intervals.
-        split, forms, order: of gated decisions.
+        split, forms, order: of gated decisions and of the organisms' language.
+        kinds: of the organisms' language.
         role: ``evaluation``, or ``tuning`` where constants of a method were chosen on these cases.
     """
 
@@ -54,7 +56,8 @@ class EditConfig(BaseModel):
     task: str = "gated"
     n: int = Field(ge=1)
     seed: int = 0
-    split: Literal["train", "eval"] = "eval"
+    split: Literal["train", "eval", "values", "combos"] = "eval"
+    kinds: tuple[str, ...] = ("gated",)
     forms: tuple[str, ...] = ("two_clause", "polarity", "swapped", "negated")
     order: Literal["value_first", "rule_first"] = "value_first"
     role: Literal["evaluation", "tuning"] = "evaluation"
@@ -75,8 +78,8 @@ class EditConfig(BaseModel):
 
     @property
     def hash(self) -> str:
-        """sha256 of everything but the name."""
-        data = self.model_dump(mode="json", exclude={"name"})
+        """sha256 of everything but the name (and the kinds, where there are none)."""
+        data = self.model_dump(mode="json", exclude={"name"} if self.task == "organism" else {"name", "kinds"})
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -119,6 +122,11 @@ def cases_of(model: NoteModel, config: EditConfig, stage: Stage) -> list[Case]:
         return gated_cases(
             model.tokenizer, config.n, config.seed, split=config.split, forms=config.forms, order=config.order,
             **stage.source,
+        )  # fmt: skip
+    if config.task == "organism":
+        return organism_cases(
+            model.tokenizer, config.n, config.seed, split=config.split, kinds=config.kinds, forms=config.forms,
+            order=config.order, **stage.source,
         )  # fmt: skip
     task: Any = TASKS.get(config.task)(**stage.source)
     return instance_cases(task.instances(model.tokenizer, config.n, config.seed), config.seed)
@@ -372,10 +380,13 @@ def main(
     parser = argparse.ArgumentParser(description=sys.modules[type(experiment).__module__].__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, help="folder; runs/<name> when not given")
+    parser.add_argument("--model", help="instead of the configuration's; the run is then called <name>-<model>")
     parser.add_argument("--n", type=int, help="cases per stage, instead of the configuration's")
     parser.add_argument("--seconds", type=float, help="stop after this time; the same command continues")
     given = parser.parse_args(arguments)
-    config = kind.read(given.config, n=given.n)
+    config = kind.read(given.config, n=given.n, model=given.model)
+    if given.model is not None:
+        config = config.model_copy(update={"name": f"{config.name}-{given.model}"})
 
     def tell(text: str) -> None:
         sys.stderr.write(text + "\n")

@@ -61,7 +61,7 @@ class Frontier:
 
     def stages(self, config: FrontierConfig) -> list[Stage]:
         """One per length."""
-        more = {"change": config.change, "between": config.between} if config.task == "gated" else {}
+        more = {"change": config.change, "between": config.between} if config.task in ("gated", "organism") else {}
         params: dict[str, Any] = {"change": config.change} if config.change != "same" else {}
         params |= {"between": config.between} if config.between is not None else {}
         return [Stage(f"length{n}", {"length": n, **params}, {"length": n, **more}) for n in config.lengths]

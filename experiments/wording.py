@@ -8,7 +8,8 @@ Falsifier: the new value said of something else (``other_label``, the control) f
 the wording of the adapter's training (``update``), at any distance from the request, is right in less than 0.95 of the cases
 that full prefill answers right.
 
-Each wording is followed by 0 to 2,000 tokens of filler and then by the request. ``answer`` states the conclusion too.
+Each wording is followed by 0 to 2,000 tokens of filler and then by the request. ``answer`` states the conclusion too. In the
+organisms' language a wording with a word that its tokenizer does not know is refused.
 """
 
 import random
@@ -21,7 +22,8 @@ from experiments.edit_harness import EditConfig, Line, Stage, Sums, main
 from notelens.errors import ConfigError
 from notelens.models.base import NoteModel
 from notelens.spans import encode
-from notelens.tasks.scenarios import load_families
+from notelens.tasks.organism import organism_families
+from notelens.tasks.scenarios import Family, load_families
 
 WORDINGS = {
     "update": "Update: the {label} is now {value}.\n",
@@ -73,10 +75,11 @@ class Wording:
         first: Row = {**bench.facts(), "method": "full_prefill"}
         if first["excluded"] is not None:
             return [first]
-        behind = filler(model, case, int(stage.params["filler"]))
+        families = organism_families() if config.task == "organism" else load_families()
+        behind = filler(model, case, int(stage.params["filler"]), families)
         rows: list[Row] = []
         for name in config.wordings:
-            arm = Arm(name, "erratum", "", {"template": template(WORDINGS[name], case) + behind})
+            arm = Arm(name, "erratum", "", {"template": template(WORDINGS[name], case, families) + behind})
             rows.append(bench.row(arm))
         return [first, *rows]
 
@@ -93,12 +96,10 @@ class Wording:
         return sums.lines
 
 
-def template(wording: str, case: Case) -> str:
+def template(wording: str, case: Case, families: Sequence[Family]) -> str:
     """The wording with everything but the value filled in; ``{other}`` is what another family's field is called."""
     label = case.name.replace("_", " ")
-    other = random.Random(case.seed).choice(
-        [f.label for f in load_families() if f.name != case.family and f.label != label]
-    )
+    other = random.Random(case.seed).choice([f.label for f in families if f.name != case.family and f.label != label])
     words = {
         "{label}": label, "{LABEL}": label.upper(), "{Label}": label[:1].upper() + label[1:], "{answer}": case.answers[1],
         "{other}": other,
@@ -108,7 +109,7 @@ def template(wording: str, case: Case) -> str:
     return wording
 
 
-def filler(model: NoteModel, case: Case, tokens: int) -> str:
+def filler(model: NoteModel, case: Case, tokens: int, families: Sequence[Family]) -> str:
     """Lines of the case's family that do not stand in its prompt, up to about ``tokens`` tokens.
 
     Raises:
@@ -116,7 +117,7 @@ def filler(model: NoteModel, case: Case, tokens: int) -> str:
     """
     if tokens == 0:
         return ""
-    family = next(f for f in load_families() if f.name == case.family)
+    family = next(f for f in families if f.name == case.family)
     lines = (line for line in family.lines(random.Random(case.seed)) if line not in case.old.text)
     found, have = list[str](), 0
     while have < tokens:

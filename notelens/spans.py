@@ -73,6 +73,8 @@ def _refuse_unknown(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown not in ids or tokenizer.unk_token in text:
         return
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, " ")  # a template's own tokens are known; their letters are not
     words = re.findall(r"\w+|[^\w\s]", text)
     lost = [w for w in dict.fromkeys(words) if unknown in tokenizer.encode(w, add_special_tokens=False)]
     shown = ", ".join(map(repr, lost[:5])) or "a word"

@@ -21,6 +21,7 @@ from notelens.edits.context import EditableContext
 from notelens.errors import ConfigError, TaskError
 from notelens.runs.records import read_records
 from notelens.runs.tables import load_table
+from notelens.tasks.scenarios import load_families
 from tests.tiny import FORMS, broken_blind, broken_direct, tiny_instance, tiny_instances, tiny_margin
 
 CONFIG = FrontierConfig(
@@ -177,12 +178,11 @@ def test_distance_counts_arms_like_the_frontier(tiny: Any, tmp_path: Path) -> No
 
 def test_wordings_are_filled_in() -> None:
     case = instance_case(tiny_instance())
-    said = wording_template(WORDINGS["answer"], case)
+    said = wording_template(WORDINGS["answer"], case, load_families())
     assert said == f"Update: the field is now {{value}}, so the answer is {case.answers[1]}.\n"
-    assert "{value}" in wording_template(WORDINGS["upper"], case) and "FIELD" in wording_template(
-        WORDINGS["upper"], case
-    )
-    assert "field" not in wording_template(WORDINGS["other_label"], case)
+    upper = wording_template(WORDINGS["upper"], case, load_families())
+    assert "{value}" in upper and "FIELD" in upper
+    assert "field" not in wording_template(WORDINGS["other_label"], case, load_families())
     with pytest.raises(ConfigError, match="no wording"):
         Wording().stages(WordingConfig(name="w", model="m", n=1, length=None, wordings=("loud",), fillers=(0,)))
 

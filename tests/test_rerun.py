@@ -7,7 +7,7 @@ import torch
 
 from notelens.cache.ops import concat, max_difference, slice_rows
 from notelens.errors import PatchError, UnsupportedModelError
-from notelens.intervene import rerun as module
+from notelens.intervene import run_rows as module
 from notelens.intervene.rerun import rerun_rows
 from tests.contracts.models import ROW_TOLERANCE, note_model, random_hf, random_ids
 from tests.oracle.recompute import run_row

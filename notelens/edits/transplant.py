@@ -50,6 +50,7 @@ class Transplant(PlannedMethod):
 
         Raises:
             EditError: the donor holds other tokens than the new prompt, or is approximate.
+            WindowError: the last row sees none of the copied rows, in any layer.
         """
         donor = self.donor if self.donor is not None else edit.donor(planning=False).rows
         if tuple(donor.token_ids) != edit.new.ids or donor.history:
@@ -57,6 +58,7 @@ class Transplant(PlannedMethod):
                 f"{self.label}: the donor is not an exact prefill of the new prompt; leave it out or make one"
             )
         taken = tuple(sorted({*rows, *edit.edited}))
+        edit.check_window((*taken, edit.last))
         part = select_rows(donor, taken)
         history = (*edit.context.rows.history, f"{self.label}: {edit.name}")
         patched = placed(edit.base, part, history)

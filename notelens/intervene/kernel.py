@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from notelens.cache.hf import reader_cache
 from notelens.cache.kv import KVCache
 from notelens.errors import PatchError, UnsupportedModelError
+from notelens.intervene.switch import attention_switched
 from notelens.models.base import NoteModel
 
 KERNEL = "notelens_swap"
@@ -278,15 +279,9 @@ AttentionInterface.register(KERNEL, _swap_attention)
 AttentionMaskInterface.register(KERNEL, _no_mask)
 
 
-@contextlib.contextmanager
-def engine_attention(model: NoteModel) -> Iterator[None]:
+def engine_attention(model: NoteModel) -> contextlib.AbstractContextManager[None]:
     """Switch a model to the engine's attention, and back in any case."""
-    before = model.attention_kernel
-    model.hf.set_attn_implementation(KERNEL)
-    try:
-        yield
-    finally:
-        model.hf.set_attn_implementation(before)
+    return attention_switched(model, KERNEL)
 
 
 def run_readers(

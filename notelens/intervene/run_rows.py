@@ -9,7 +9,7 @@ interprets it.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -24,11 +24,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from notelens.cache.kv import KVCache
 from notelens.cache.rows import Rows, Segment
 from notelens.errors import CacheError, NonFiniteError, PatchError, UnsupportedModelError
+from notelens.intervene.narrowing import Narrowing, deviation, narrowed
+from notelens.intervene.switch import attention_switched
 from notelens.models.base import NoteModel
 
 KERNEL = "notelens_rows"
-QUERY_BLOCK = 256
-"""Queries for which attention probabilities are held at once when somebody watches them."""
+QUERY_BYTES = 256 * 2**20
+"""Memory for attention scores held at once, where the plain softmax runs instead of the fused kernel."""
 
 Watch = Callable[[int, Tensor, Float[Tensor, "head query column"], Tensor], None]
 """Called as ``(layer, query positions, probabilities, column positions)`` for every block of queries."""
@@ -42,16 +44,20 @@ class RowsRun:
         rows: keys and values of the tokens that ran, at their positions.
         hidden: final-norm output at the last of them, ``[d_model]``.
         n_tokens: tokens run.
+        tokens_run: the same, averaged over layers: a row that stops half way counts a half.
+        survivors: positions that ran through all layers.
     """
 
     rows: KVCache
     hidden: Float[Tensor, " d_model"]
     n_tokens: int
+    tokens_run: float
+    survivors: tuple[int, ...]
 
 
 @dataclass
 class _Pass:
-    """State of one pass, read by the attention function."""
+    """State of one pass, read by the attention function; ``running`` indexes the tokens that are still running."""
 
     query: Int[Tensor, " query"]
     columns: Int[Tensor, " column"]
@@ -59,6 +65,12 @@ class _Pass:
     windows: tuple[int | None, ...]
     watch: Watch | None
     calls: list[int]
+    cached: Rows | None
+    store: "_LayeredCache"
+    narrow: Narrowing | None
+    running: Tensor
+    ran: list[Tensor]
+    keep: Tensor | None = None
     masks: dict[int | None, Bool[Tensor, "query column"] | None] = field(default_factory=dict)
 
     def mask(self, layer: int) -> Bool[Tensor, "query column"] | None:
@@ -73,6 +85,20 @@ class _Pass:
                 seen[:, -n:] &= torch.eye(n, dtype=torch.bool, device=seen.device)
             self.masks[window] = None if bool(seen.all()) else seen
         return self.masks[window]
+
+    def drop(self, layer: int) -> None:
+        """Let those rows go on to the next layer that ``narrow`` chooses; the others are read as they were cached."""
+        assert self.narrow is not None and self.cached is not None
+        place = torch.searchsorted(self.cached.positions.to(self.query.device), self.query)
+        old = [t[:, place] for t in self.cached.layer(layer)]
+        keep = self.narrow(layer, deviation(self.store.new[layer], old), self.query)
+        if len(keep) == len(self.query):
+            return
+        self.keep, self.query, self.running = keep, self.query[keep], self.running[keep]
+        base = _base(self.cached, self.query.tolist(), False)
+        self.store.base = Rows(base) if base else None
+        self.columns = torch.cat([*_positions(base, self.query.device), self.query])
+        self.masks.clear()
 
 
 _ACTIVE: contextvars.ContextVar[_Pass | None] = contextvars.ContextVar("notelens_rows_pass", default=None)
@@ -119,6 +145,7 @@ def run_rows(
     *,
     apart: bool = False,
     watch: Watch | None = None,
+    narrow: Narrowing | None = None,
 ) -> RowsRun:
     """Run tokens at positions ``at`` on top of cached rows, in one pass.
 
@@ -130,11 +157,15 @@ def run_rows(
         apart: every token sees the *cached* rows before it and itself, none of the other new rows (a consistency check of
             single rows).
         watch: called with attention probabilities; costs the plain softmax instead of the fused kernel.
+        narrow: which rows go on from layer to layer (it is told their positions); the others keep their *cached* rows from
+            there on, and are read by them.
 
     Raises:
-        PatchError: no tokens, other positions than tokens, or positions that do not increase.
+        PatchError: no tokens, other positions than tokens, positions that do not increase, or rows to narrow that are not
+            cached.
         CacheError: a position beyond the model's, or a cache of another model.
-        UnsupportedModelError: the model's attention does not go through the interface, or the cache was ignored.
+        UnsupportedModelError: a hybrid, whose recurrent layers cannot run scattered rows; or the model's attention does not go
+            through the interface, or the cache was ignored.
         NonFiniteError: the output is NaN or infinite.
 
     Cost: ``len(token_ids)`` tokens; rows of one layer are copied at a time, none is kept. ``cached`` stays unchanged.
@@ -146,22 +177,33 @@ def run_rows(
     n_layers = model.geometry.n_layers
     if cached is not None and cached.n_layers != n_layers:
         raise CacheError(f"the cache has {cached.n_layers} layers, {model.name} has {n_layers}")
+    if model.family.recurrent:
+        raise UnsupportedModelError(
+            f"{model.name} has recurrent layers, which read every token in order; scattered rows cannot be run again in them. "
+            "Prefill the changed prompt in full"
+        )
+    if narrow is not None and (apart or cached is None or not set(at) <= set(cached.positions.tolist())):
+        raise PatchError("rows can only be narrowed where all of them are cached, and not with apart")
     base = _base(cached, at, apart)
     device = model.device
     query = torch.tensor(list(at), device=device)
-    held = [s.source.positions[s.start : s.stop].to(device) for s in base]
+    store = _LayeredCache(base)
     state = _Pass(
         query=query,
-        columns=torch.cat([*held, query]),
+        columns=torch.cat([*_positions(base, device), query]),
         apart=apart,
         windows=tuple(layer.window for layer in model.geometry.layers),
         watch=watch,
         calls=[0] * n_layers,
+        cached=cached,
+        store=store,
+        narrow=narrow,
+        running=torch.arange(len(at), device=device),
+        ran=[],
     )
-    store = _LayeredCache(base)
     token = _ACTIVE.set(state)
     try:
-        with _attention(model):
+        with attention_switched(model, KERNEL), contextlib.nullcontext() if narrow is None else narrowed(model, state):
             out = model.family.decoder(model.hf)(
                 input_ids=torch.tensor([list(token_ids)], device=device),
                 position_ids=query[None],
@@ -178,13 +220,28 @@ def run_rows(
     hidden = out.last_hidden_state[0, -1].detach()
     if not bool(torch.isfinite(out.last_hidden_state).all()):
         raise NonFiniteError(f"{model.name}: the output of {len(token_ids)} rows is not finite ({model.dtype})")
-    rows = KVCache(
-        tuple(store.new[i][0] for i in range(n_layers)),
-        tuple(store.new[i][1] for i in range(n_layers)),
-        query.cpu(),
-        tuple(int(i) for i in token_ids),
-    )
-    return RowsRun(rows, hidden, len(token_ids))
+    layers = [_whole(state, i, query) for i in range(n_layers)]
+    keys, values = (tuple(part) for part in zip(*layers, strict=True))
+    rows = KVCache(keys, values, query.cpu(), tuple(int(i) for i in token_ids))
+    computed = sum(map(len, state.ran)) / n_layers
+    return RowsRun(rows, hidden, len(token_ids), computed, tuple(state.query.tolist()))
+
+
+def _whole(state: _Pass, layer: int, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a layer at all positions: those that ran, and the cached ones of those that had stopped."""
+    ran, new = state.ran[layer], state.store.new[layer]
+    if len(ran) == len(at):
+        return new
+    assert state.cached is not None
+    place = torch.searchsorted(state.cached.positions.to(at.device), at)
+    keys, values = (t[:, place] for t in state.cached.layer(layer))  # indexing copies
+    keys[:, ran], values[:, ran] = new
+    return keys, values
+
+
+def _positions(base: Sequence[Segment], device: torch.device) -> list[Tensor]:
+    """Positions of every segment."""
+    return [s.source.positions[s.start : s.stop].to(device) for s in base]
 
 
 def _base(cached: Rows | None, at: Sequence[int], apart: bool) -> tuple[Segment, ...]:
@@ -215,33 +272,52 @@ def _attend(
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{type(module).__name__} has no layer index; its window cannot be told")
     state.calls[layer] += 1
-    mask = state.mask(layer)
+    state.ran.append(state.running)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _mixed(state, layer, query, key, value, scale, softcap, s_aux)
+    if state.narrow is not None and layer + 1 < len(state.windows):
+        state.drop(layer)
+    return out, None
+
+
+def _mixed(
+    state: _Pass,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of the running rows over all columns, ``[1, query, head, d_value]``."""
+    mask = state.mask(layer)
     if softcap is None and s_aux is None and state.watch is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
         )
-        return out.transpose(1, 2).contiguous(), None
+        return out.transpose(1, 2).contiguous()
     n_heads, n_kv, n_query = query.shape[1], key.shape[1], query.shape[2]
     blocks: list[Tensor] = []
-    for start in range(0, n_query, QUERY_BLOCK):
-        part = query[0, :, start : start + QUERY_BLOCK] * scale
+    step = max(1, QUERY_BYTES // (4 * n_heads * key.shape[2]))
+    for start in range(0, n_query, step):
+        part = query[0, :, start : start + step] * scale
         grouped = part.reshape(n_kv, n_heads // n_kv * part.shape[1], -1)
         scores = torch.bmm(grouped, key[0].transpose(1, 2)).view(n_heads, part.shape[1], -1).float()
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
-            scores.masked_fill_(~mask[start : start + QUERY_BLOCK], float("-inf"))
+            scores.masked_fill_(~mask[start : start + step], float("-inf"))
         if s_aux is not None:
             sink = s_aux.to(scores).view(-1, 1, 1).expand(-1, part.shape[1], 1)
             probs = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
         else:
             probs = torch.softmax(scores, dim=-1)
         if state.watch is not None:
-            state.watch(layer, state.query[start : start + QUERY_BLOCK], probs, state.columns)
+            state.watch(layer, state.query[start : start + step], probs, state.columns)
         mixed = torch.bmm(probs.to(value.dtype).view(n_kv, -1, probs.shape[-1]), value[0])
         blocks.append(mixed.view(n_heads, part.shape[1], -1))
-    return torch.cat(blocks, dim=1).transpose(0, 1)[None].contiguous(), None
+    return torch.cat(blocks, dim=1).transpose(0, 1)[None].contiguous()
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -250,17 +326,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 AttentionInterface.register(KERNEL, _attend)
 AttentionMaskInterface.register(KERNEL, _no_mask)
-
-
-@contextlib.contextmanager
-def _attention(model: NoteModel) -> Iterator[None]:
-    """Switch a model to this attention, and back in any case."""
-    before = model.attention_kernel
-    model.hf.set_attn_implementation(KERNEL)
-    try:
-        yield
-    finally:
-        model.hf.set_attn_implementation(before)
 
 
 __all__ = ["KERNEL", "RowsRun", "Watch", "run_rows"]
