@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from notelens.cache.kv import KVCache
+from notelens.cache.room import Room, room_behind
 from notelens.cache.rows import Rows, Segment
 from notelens.errors import CacheError, NonFiniteError, PatchError, UnsupportedModelError
 from notelens.models.base import NoteModel
@@ -81,9 +82,10 @@ _ACTIVE: contextvars.ContextVar[_Pass | None] = contextvars.ContextVar("notelens
 class _LayeredCache(Cache):
     """Hands a layer its cached rows followed by the new ones, and keeps the new ones."""
 
-    def __init__(self, base: tuple[Segment, ...]) -> None:
+    def __init__(self, base: tuple[Segment, ...], room: Room | None = None) -> None:
         super().__init__(layers=[])
         self.base = Rows(base) if base else None
+        self.room = room
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
@@ -93,7 +95,13 @@ class _LayeredCache(Cache):
         self.new[layer_idx] = (key_states[0].detach(), value_states[0].detach())
         if self.base is None:
             return key_states, value_states
-        keys, values = self.base.layer(layer_idx, extra=self.new[layer_idx])
+        if self.room is not None:
+            free = self.room.free(layer_idx, key_states.shape[2])
+            for target, new in zip(free, self.new[layer_idx], strict=True):
+                target.copy_(new)
+            keys, values = self.room.upto(layer_idx, self.room.filled + key_states.shape[2])
+        else:
+            keys, values = self.base.layer(layer_idx, extra=self.new[layer_idx])
         return keys[None], values[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -119,6 +127,7 @@ def run_rows(
     *,
     apart: bool = False,
     watch: Watch | None = None,
+    room: Room | None = None,
 ) -> RowsRun:
     """Run tokens at positions ``at`` on top of cached rows, in one pass.
 
@@ -130,6 +139,8 @@ def run_rows(
         apart: every token sees the *cached* rows before it and itself, none of the other new rows (a consistency check of
             single rows).
         watch: called with attention probabilities; costs the plain softmax instead of the fused kernel.
+        room: memory that holds all of ``cached`` and nothing else: new rows are written behind them, and no layer is copied
+            (see :func:`extend`).
 
     Raises:
         PatchError: no tokens, other positions than tokens, or positions that do not increase.
@@ -158,7 +169,7 @@ def run_rows(
         watch=watch,
         calls=[0] * n_layers,
     )
-    store = _LayeredCache(base)
+    store = _LayeredCache(base, room)
     token = _ACTIVE.set(state)
     try:
         with _attention(model):
@@ -185,6 +196,25 @@ def run_rows(
         tuple(int(i) for i in token_ids),
     )
     return RowsRun(rows, hidden, len(token_ids))
+
+
+def extend(model: NoteModel, before: KVCache, token_ids: Sequence[int]) -> tuple[KVCache, Float[Tensor, " d_model"]]:
+    """Tokens run behind a cache, their rows written into its memory; with the final-norm output of the last one.
+
+    Args:
+        before: a cache; its memory is grown where it ends there, otherwise its rows are copied once.
+        token_ids: run at the positions behind it.
+
+    Raises:
+        as :func:`run_rows`.
+
+    Cost: the tokens. Attention reads the rows where they are.
+    """
+    room, before = room_behind(before, len(token_ids))
+    start = before.next_position
+    at = range(start, start + len(token_ids))
+    done = run_rows(model, Rows.of(before), token_ids, at, room=room)
+    return room.grown(before, done.rows.positions, done.rows.token_ids, before.history), done.hidden
 
 
 def _base(cached: Rows | None, at: Sequence[int], apart: bool) -> tuple[Segment, ...]:
@@ -263,4 +293,4 @@ def _attention(model: NoteModel) -> Iterator[None]:
         model.hf.set_attn_implementation(before)
 
 
-__all__ = ["KERNEL", "RowsRun", "Watch", "run_rows"]
+__all__ = ["KERNEL", "RowsRun", "Watch", "extend", "run_rows"]
