@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 Pairing = Literal["half", "adjacent"]
-BLOCK_BYTES = 2**19
-"""Keys are turned in blocks of rows that stay in a core's cache while each half is read and written twice."""
+BLOCK_BYTES = 2**20
+"""Keys are turned in blocks of rows that stay in a core's cache between the three passes; smaller ones cost more calls."""
 N_TABLES = 4
-_TABLES: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-"""The last few tables of one difference per row (steps, inverse frequencies, cosines, sines): all layers ask for the same."""
+_TABLES: list[tuple[tuple[str, torch.dtype], Tensor, Tensor, Tensor, Tensor]] = []
+"""The last tables of one difference per row, as all layers ask for the same: pairing and type, steps, frequencies, table."""
 
 
 def rotate(
@@ -39,7 +39,7 @@ def rotate(
     """
     width, n = 2 * inv_freq.shape[0], keys.shape[-2]
     work = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    cos, sin = _table(torch.as_tensor(delta, device=keys.device), inv_freq, work)
+    cos, sin = _table(torch.as_tensor(delta, device=keys.device), inv_freq, work, pairing)
     out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
     if width < keys.shape[-1]:
         out[..., width:] = keys[..., width:]
@@ -51,8 +51,9 @@ def rotate(
         source, target = keys[..., rows, :width].to(work), out[..., rows, :width]
         turned = target if target.dtype == work else torch.empty_like(source)
         (a, b), (x, y) = _halves(source, pairing), _halves(turned, pairing)
-        torch.mul(a, c, out=x).addcmul_(b, s, value=-1)
-        torch.mul(b, c, out=y).addcmul_(a, s)
+        torch.mul(source, c, out=turned)
+        x.addcmul_(b, s, value=-1)
+        y.addcmul_(a, s)
         if turned is not target:
             target.copy_(turned)
     return out
@@ -66,18 +67,19 @@ def _halves(keys: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
     return keys[..., 0::2], keys[..., 1::2]
 
 
-def _table(delta: Tensor, inv_freq: Tensor, work: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, ``[pair]`` where all rows move alike, otherwise ``[pos, pair]``."""
+def _table(delta: Tensor, inv_freq: Tensor, work: torch.dtype, pairing: Pairing) -> tuple[Tensor, Tensor]:
+    """Cosines of every rotary channel and sines of every pair: of one row where all move alike, otherwise of each."""
     if delta.numel() and bool((delta == delta.flatten()[0]).all()):
         delta = delta.flatten()[0]
     if delta.ndim:
-        for steps, frequencies, cos, sin in _TABLES:
-            if cos.dtype == work and _same(steps, delta) and _same(frequencies, inv_freq):
+        for kind, steps, frequencies, cos, sin in _TABLES:
+            if kind == (pairing, work) and _same(steps, delta) and _same(frequencies, inv_freq):
                 return cos, sin
     angle = delta.to(torch.float64)[..., None] * inv_freq.to(torch.float64)
     cos, sin = angle.cos().to(work), angle.sin().to(work)
+    cos = torch.cat([cos, cos], dim=-1) if pairing == "half" else cos.repeat_interleave(2, dim=-1)
     if delta.ndim:
-        _TABLES.insert(0, (delta.clone(), inv_freq.clone(), cos, sin))
+        _TABLES.insert(0, ((pairing, work), delta.clone(), inv_freq.clone(), cos, sin))
         del _TABLES[N_TABLES:]
     return cos, sin
 
