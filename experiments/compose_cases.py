@@ -182,15 +182,16 @@ class Pool:
                 found += ids
         return found[:n]
 
-    def like(self, instance: Instance, key: str) -> Sections:
-        """Sections of another instance of the same family and form, for the control.
+    def like(self, instance: Instance, own: Sections, key: str) -> Sections:
+        """Sections of another instance of the same family, for the control; neither record nor rule is that of ``own``.
 
         Raises:
             TaskError: there is none.
         """
-        same = [s for other, s in self._found if other.family == instance.family and other.group != instance.group]
+        same = [s for other, s in self._found if other.family == instance.family]
+        same = [s for s in same if s.first != own.first and s.second != own.second]
         if not same:
-            raise TaskError(f"no second instance of family {instance.family!r} for the control; ask for more instances")
+            raise TaskError(f"no other instance of family {instance.family!r} for the control; ask for more instances")
         return shuffled(same, key)[0]
 
 

@@ -77,7 +77,8 @@ def policy_cases(model: NoteModel, config: FidelityConfig, stage: Stage) -> list
         key = f"{config.seed}/{instance.id}"
         others = [o.first for o in pool.others(instance, key)]
         policy, control = (
-            filled(own, others, stage.source["policy_tokens"], key) for own in (s.first, pool.like(instance, key).first)
+            filled(own, others, stage.source["policy_tokens"], key)
+            for own in (s.first, pool.like(instance, s, key).first)
         )
         n = stage.source["offset"]
         neutral = neutral_ids(model.tokenizer, n) if config.task == "gated" else pool.filler(instance, n, key)

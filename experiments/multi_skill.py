@@ -11,12 +11,13 @@ unrelated skill, and a column that is constant is flagged.
 Falsifier: agreement given full prefill right that falls below 0.95 with n, or is no higher than ``unrelated``.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
-from experiments.compose_cases import Chunk, Pool, SkillCase, chosen_cell, sections, shuffled, task_of
+from experiments.compose_cases import Chunk, Pool, SkillCase, chosen_cell, sections, task_of
 from experiments.compose_harness import METRICS, ComposeConfig, agreement_lines, measure_case
 from experiments.edit_harness import Line, Row, Stage, Sums, main
 from notelens.errors import TaskError
@@ -81,14 +82,14 @@ def multi_cases(model: NoteModel, config: MultiConfig, stage: Stage) -> list[Ski
             own.append(Chunk(sections(instance.cells[cell[0], 1 - cell[1]], "rule_first").first, "opposite"))
         others = pool.others(instance, key)
         row: list[Chunk] = [Chunk(others[i % len(others)].first, f"other{i}") for i in range(n - len(own))]
-        places = sorted(shuffled(range(len(row) + 1), key)[: len(own)]) if len(row) >= len(own) - 1 else []
+        places = sorted(random.Random(key).choices(range(len(row) + 1), k=len(own)))
         for chunk, at in zip(reversed(own), reversed(places), strict=True):
             row.insert(at, chunk)
         found.append(
             SkillCase(
                 instance.id, instance.family, instance.form,
                 (Chunk(s.head), *row, Chunk((*s.second, *s.request))), instance.answer_ids,
-                None if conflict else instance.conclusion[cell], {"policy": pool.like(instance, key).first},
+                None if conflict else instance.conclusion[cell], {"policy": pool.like(instance, s, key).first},
                 {"cell": list(cell), "places": places},
             )
         )  # fmt: skip

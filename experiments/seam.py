@@ -68,7 +68,8 @@ def seam_cases(model: NoteModel, config: SeamConfig, stage: Stage) -> list[Skill
     found: list[SkillCase] = []
     for instance in task.instances(model.tokenizer, config.n, config.seed):
         cell = chosen_cell(instance, config.seed)
-        s, other = sections(instance.cells[cell], order), pool.like(instance, f"{config.seed}/{instance.id}")
+        s = sections(instance.cells[cell], order)
+        other = pool.like(instance, s, f"{config.seed}/{instance.id}")
         if order == "rule_first":
             chunks = (Chunk(s.head), Chunk(s.first, "policy"), Chunk((*s.second, *s.request)))
             control = other.first

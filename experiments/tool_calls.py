@@ -152,7 +152,7 @@ def tool_cases(model: NoteModel, config: ToolConfig, stage: Stage) -> list[Skill
             SkillCase(
                 instance.id, instance.family, instance.form,
                 (Chunk(s.head), *row, Chunk((*s.second, *s.request))), instance.answer_ids, right,
-                {"tools": tools(instance, pool.like(instance, key).first)}, {"cell": list(cell), "call": call},
+                {"tools": tools(instance, pool.like(instance, s, key).first)}, {"cell": list(cell), "call": call},
             )
         )  # fmt: skip
     return found

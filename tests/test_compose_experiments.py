@@ -84,25 +84,20 @@ COMMON: dict[str, Any] = {"name": "t", "model": "tiny", "task": "tiny", "n": 16,
 
 
 def test_a_policy_in_front_of_the_note_loses_nothing(tiny: Any, tmp_path: Path) -> None:
-    config = FidelityConfig(
-        **COMMON, methods=("shift", "no_shift", "seam@2"), offsets=(0, 16), policy_tokens=(None, 60)
-    )
+    config = FidelityConfig(**COMMON, methods=("shift", "no_shift", "seam@2"))
     lines = run(Fidelity(), config, tmp_path, tiny, source=policy_cases)
-    for offset in (0, 16):
-        found = table([r for r in lines if "policy_tokens" not in r["params"]], offset=offset)
-        for method in config.methods:
-            for metric in ("agreement", "agreement_given_full_correct", "full_correct", "p_correct", "top1", "pgr"):
-                assert found[metric, method]["value"] == 1.0, (metric, method)
-            assert found["agreement", method]["n"] == 16 and found["agreement", method]["empty"] is False
-            assert found["logit_cosine", method]["value"] == pytest.approx(1.0, abs=1e-6)
-            assert found["logit_kl", method]["value"] <= 1e-9
-        assert found["recompute_share", "shift"]["value"] == 0.0 < found["recompute_share", "seam@2"]["value"]
-        assert found["noise_floor_kl", "full_prefill"]["value"] <= 1e-9
-        # the unrelated policy turns about half of the answers; without a policy there is one answer for all
-        assert found["agreement", UNRELATED]["value"] < 0.9
-        assert (
-            found["agreement", "no_context"]["empty"] and "constant_answer" in found["agreement", "no_context"]["flags"]
-        )
+    found = table(lines, offset=0)
+    for method in config.methods:
+        for metric in ("agreement", "agreement_given_full_correct", "full_correct", "p_correct", "top1", "pgr"):
+            assert found[metric, method]["value"] == 1.0, (metric, method)
+        assert found["agreement", method]["n"] == 16 and found["agreement", method]["empty"] is False
+        assert found["logit_cosine", method]["value"] == pytest.approx(1.0, abs=1e-6)
+        assert found["logit_kl", method]["value"] <= 1e-9
+    assert found["recompute_share", "shift"]["value"] == 0.0 < found["recompute_share", "seam@2"]["value"]
+    assert found["noise_floor_kl", "full_prefill"]["value"] <= 1e-9
+    # the unrelated policy turns about half of the answers; without a policy there is one answer for all
+    assert found["agreement", UNRELATED]["value"] < 0.9
+    assert found["agreement", "no_context"]["empty"] and "constant_answer" in found["agreement", "no_context"]["flags"]
     assert len(load_table(tmp_path).rows) == len(lines)
 
 
@@ -233,7 +228,7 @@ def test_calls_are_written_behind_specifications(speaker: Any, tmp_path: Path) -
     assert found["call_correct", "full_prefill"]["value"] == 0.0
     case = tool_cases(speaker, config, ToolCalls().stages(config)[1])[0]
     text = speaker.tokenizer.decode(case.token_ids)
-    assert case.meta["call"].count("(") == 1 and text.count("=") == 4 and "call" in text.split()[-3:][0] + text
+    assert case.meta["call"].count("(") == 1 and text.count("=") == 4 and " call " in text
     assert well_formed(case.meta["call"]) and not well_formed("sign") and not well_formed("sign(seal)")
 
 
