@@ -38,7 +38,7 @@ def drawn(axes: Any, marker: str) -> dict[tuple[float, float], str]:
     return {
         (round(float(p.get_xdata()[0]), 3), round(float(p.get_ydata()[0]), 3)): p.get_color()
         for p in axes.get_lines()
-        if p.get_marker() == marker
+        if p.get_marker() == marker and len(p.get_xdata())
     }
 
 

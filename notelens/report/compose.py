@@ -67,10 +67,13 @@ def draw_keystone(lines: Sequence[Mapping[str, Any]], inside: str, subtitle: str
         width = s.WIDTH - LEFT - RIGHT
         left = s.place(figure, LEFT, TOP, 0.58 * width, height)
         right = s.place(figure, LEFT + 0.66 * width, TOP, 0.34 * width, height)
+        looks = ((-0.15, plain, s.BLUE, "o", "prefilled"), (0.15, composed, s.VERMILLION, "s", "composed"))
+        for _, _, colour, marker, label in looks:
+            left.plot([], [], marker, color=colour, label=label)
         for at, method in enumerate(methods):
-            _point(left, at - 0.15, plain[method], s.BLUE, "o", "prefilled" if at == 0 else "")
-            _point(left, at + 0.15, composed[method], s.VERMILLION, "s", "composed" if at == 0 else "")
-            _point(right, float(at), gap[method], s.INK, "D", "")
+            for offset, points, colour, marker, _ in looks:
+                _point(left, at + offset, points[method], colour, marker)
+            _point(right, float(at), gap[method], s.INK, "D")
             flips = "no flips" if plain[method].empty else ""
             text = f"{gap[method].n}  {flips}".strip()
             right.annotate(text, (1.04, at), xycoords=("axes fraction", "data"), va="center", fontsize=s.SMALL)
@@ -112,10 +115,11 @@ def draw_agreement(
         step = 0.6 / max(1, len(methods) - 1)
         for i, method in enumerate(methods):
             colour, marker = s.CURVES[i % len(s.CURVES)]
+            axes.plot([], [], marker, color=colour, label=method)
             points = {r["params"][parameter]: Point.of(r) for r in own if r["method"] == method}
             xs = [places.index(p) + (i - (len(methods) - 1) / 2) * step for p in points]
-            for at, (x, point) in enumerate(zip(xs, points.values(), strict=True)):
-                _point(axes, x, point, colour, marker, method if at == 0 else "", upright=True)
+            for x, point in zip(xs, points.values(), strict=True):
+                _point(axes, x, point, colour, marker, upright=True)
         axes.axhline(0.95, color=s.MUTED, linewidth=0.8, dashes=(4, 3), zorder=1)
         axes.set(ylim=(-0.04, 1.04), xlabel=parameter.replace("_", " "), ylabel="agreement where full prefill is right")
         axes.set_xticks(range(len(places)), [str(p) for p in places])
@@ -124,14 +128,14 @@ def draw_agreement(
     return figure
 
 
-def _point(axes: Axes, at: float, point: Point, colour: str, marker: str, label: str, *, upright: bool = False) -> None:
+def _point(axes: Axes, at: float, point: Point, colour: str, marker: str, *, upright: bool = False) -> None:
     """One value with its interval, along the other axis than ``at``."""
     if point.value is None:
         return
     colour = s.PAPER if point.empty else colour
     face = "white" if point.lo is None else colour
     where = ([at], [point.value]) if upright else ([point.value], [at])
-    axes.plot(*where, marker, color=colour, markerfacecolor=face, label=label or "_", zorder=3)
+    axes.plot(*where, marker, color=colour, markerfacecolor=face, label="_", zorder=3)
     if point.lo is not None and point.hi is not None:
         span = ([at, at], [point.lo, point.hi]) if upright else ([point.lo, point.hi], [at, at])
         axes.plot(*span, color=colour, linewidth=1.1, zorder=2, solid_capstyle="butt", label="_")
