@@ -65,7 +65,9 @@ class KeystoneConfig(EditConfig):
 
 
 class ComposedBench(Bench):
-    """A bench whose contexts are composed: the skill with the old, and the skill with the new value.
+    """A bench whose ends are composed: the skill with the old, and the skill with the new value.
+
+    Donors of a transplant are rows of a full prefill, as in the other context.
 
     Args:
         model: runs everything.
@@ -80,8 +82,10 @@ class ComposedBench(Bench):
         super().__init__(model, case)
         self.recorded = _composed(self.recorded, case.old, inside, composer)
         self.plain = replace(self.recorded, dependencies=None)
-        self.fresh = _composed(self.fresh, case.new, inside, composer)
-        self.before, self.after = self.decide(self.plain), self.decide(self.fresh)
+        new = _composed(
+            self.fresh, case.new, inside, composer
+        )  # `fresh`, which donors come from, stays an exact prefill
+        self.before, self.after = self.decide(self.plain), self.decide(new)
 
 
 def _composed(context: EditableContext, prompt: Prompt, inside: Inside, composer: str) -> EditableContext:
