@@ -37,6 +37,9 @@ METRICS = (
     "tokens_recomputed",
 )
 
+POOL = 3
+"""Draws looked at per context that is needed: one whose text in front was there before is left out."""
+
 
 class LinkedConfig(ComposeConfig):
     """Configuration of this experiment; ``n`` counts policies.
@@ -135,7 +138,7 @@ def policies(model: NoteModel, config: LinkedConfig, stage: Stage) -> list[Polic
     def draw_of(item: Any) -> Any:
         return item if gated else item.draw
 
-    pool = drawn(len(task.families) * len(config.forms) * each, config.seed + 1)
+    pool = drawn(len(task.families) * len(config.forms) * each * POOL, config.seed + 1)
     found: list[Policy] = []
     for item in drawn(config.n, config.seed):
         draw = draw_of(item)
@@ -146,10 +149,13 @@ def policies(model: NoteModel, config: LinkedConfig, stage: Stage) -> list[Polic
             changed = replace(draw, filler=other.filler, between=other.between)
             instance = task.build(tokenizer, changed if gated else replace(item, draw=changed))
             context = cut(instance, len(contexts) % 2)
-            if not contexts or context.policy == contexts[0].policy:
+            fresh = context.before not in (
+                c.before for c in contexts
+            )  # what stands behind does not reach the skill's rows
+            if fresh and (not contexts or context.policy == contexts[0].policy):
                 contexts.append(context)
         if len(contexts) < each:
-            raise TaskError(f"policy {item.id}: {len(contexts)} contexts of {each} keep its tokens")
+            raise TaskError(f"policy {item.id}: {len(contexts)} different contexts of {each} keep its tokens")
         found.append(Policy(item.id, draw.family.name, draw.form, tuple(contexts), config.evaluation))
     return found
 

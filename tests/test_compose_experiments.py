@@ -135,7 +135,7 @@ def test_many_skills_and_conflicts(tiny: Any, tmp_path: Path) -> None:
     cases = multi_cases(tiny, config, Stage("x", {}, {"skills": 3, "conflict": True}))
     names = [[c.skill for c in case.chunks if c.skill] for case in cases]
     assert all(sorted(n) == ["opposite", "other0", "policy"] for n in names)
-    assert all(n.index("policy") < n.index("opposite") for n in names) and len({tuple(n) for n in names}) == 3
+    assert all(n.index("policy") < n.index("opposite") for n in names) and len({tuple(n) for n in names}) >= 2
     with pytest.raises(TaskError, match="second rule"):
         multi_cases(
             tiny, config.model_copy(update={"n": 1}), Stage("x", {}, {"skills": 2, "conflict": True})
