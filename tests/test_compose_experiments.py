@@ -222,14 +222,14 @@ ORGANISM: dict[str, Any] = {"name": "t", "model": "speaker", "task": "organism",
 
 
 def test_calls_are_written_behind_specifications(speaker: Any, tmp_path: Path) -> None:
-    config = ToolConfig(**ORGANISM, methods=("shift", "cacheblend@1"), toolsets=(1, 2))
+    config = ToolConfig(**{**ORGANISM, "n": 3}, methods=("shift", "cacheblend@1"), toolsets=(2,))
     lines = run(ToolCalls(), config, tmp_path, speaker, source=tool_cases)
     found = table(lines, toolsets=2)
     # recomputing everything is full prefill; a random model is right about nothing and writes no call
     for metric in ("agreement", "call_agreement", "top1"):
         assert found[metric, "cacheblend@1"]["value"] == found[metric, "full_prefill"]["value"] == 1.0
     assert found["call_correct", "full_prefill"]["value"] == 0.0
-    case = tool_cases(speaker, config, ToolCalls().stages(config)[1])[0]
+    case = tool_cases(speaker, config, ToolCalls().stages(config)[0])[0]
     text = speaker.tokenizer.decode(case.token_ids)
     assert case.meta["call"].count("(") == 1 and text.count("=") == 4 and "call" in text
     assert well_formed(case.meta["call"]) and not well_formed("sign") and not well_formed("sign(seal)")
