@@ -34,8 +34,9 @@ class Mix:
         rule_first: share of conversations with the rule before the field.
         lines: most filler lines.
         turns: most further turns.
-        bare: nothing but the field, the rule and the request, and no negated rules: with as many "is not" as "is", knowing
-            whether the condition holds says nothing about which action comes, and neither is learnt.
+        bare: nothing but what the kind of prompt needs: no other attributes, no asides, no filler.
+        negated: with negated rules. With as many "is not" as "is", knowing whether a condition holds says nothing about which
+            action comes, and neither is learnt; so they come later.
     """
 
     kinds: Mapping[str, float]
@@ -44,9 +45,15 @@ class Mix:
     lines: int
     turns: int
     bare: bool = False
+    negated: bool = True
 
 
-BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 1, bare=True)
+FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 1, bare=True, negated=False)
+BARE = Mix(
+    {"gated": 0.4, "multi_hop": 0.2, "two_fact": 0.15, "update": 0.2, "lookup": 0.05},
+    {"act": 0.7, "think": 0.2, "call": 0.1},
+    0.3, 0, 2, bare=True,
+)  # fmt: skip
 EASY = Mix({"gated": 0.7, "lookup": 0.3}, {"act": 1.0}, 0.0, 2, 3)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
@@ -201,7 +208,7 @@ def collate(samples: Sequence[Sample], pad: int = 0) -> Batch:
 def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene, tuple[int, int]]:
     families = organism_families()
     kind = _pick(rng, mix.kinds)
-    forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and not (mix.bare and f == "negated")}
+    forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and (mix.negated or f != "negated")}
     form = _pick(rng, forms)
     family = rng.choice(families)
     if rng.random() < POOLED_SHARE:
@@ -223,7 +230,8 @@ def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene
         fact_holds=rng.random() < 0.6,
     )
     if mix.bare:
-        scene = replace(scene, others=(), n_before=0, asides=())
+        scene = replace(scene, others=scene.others[: len(scene.others) if scene.fact else 0], asides=())
+        scene = replace(scene, n_before=min(scene.n_before, len(scene.others)))
     return scene, rng.choice(scene.cells)
 
 

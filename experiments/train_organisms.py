@@ -27,6 +27,7 @@ from experiments.organism_card import accuracy_cells, write_card
 from experiments.organism_data import (
     BARE,
     EASY,
+    FIRST,
     FULL,
     NOTES_FREE,
     Batch,
@@ -87,16 +88,16 @@ REPEATS = (
 )
 PLAN = (
     *REPEATS,
-    Stage(900, BARE, until=0.97),
-    Stage(600, EASY, until=0.97),
-    Stage(1000, FULL, repeats=0.06),
-    Stage(400, FULL, repeats=0.06, long=0.4),
+    Stage(900, FIRST, until=0.97),
+    Stage(1200, BARE, repeats=0.06, until=0.97),
+    Stage(700, FULL, repeats=0.06),
+    Stage(300, FULL, repeats=0.06, long=0.4),
 )
 NOTES_FREE_PLAN = (
     *REPEATS,
-    Stage(900, BARE, until=0.97),
+    Stage(900, FIRST, until=0.97),
     Stage(600, EASY, until=0.97),
-    Stage(1000, NOTES_FREE, repeats=0.06, split=True),
+    Stage(800, NOTES_FREE, repeats=0.06, split=True),
 )
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 
