@@ -91,3 +91,11 @@ class ContextStore:
             _, dropped = self._held.popitem(last=False)
             self._bytes -= dropped.nbytes
         return context
+
+    def donor(self, recipient: Prompt, prompt: Prompt) -> KVCache:
+        """The cache whose rows are put into the recipient's: that of ``prompt``.
+
+        A control overrides this, so that its donors go through the same probes as the real ones.
+        """
+        del recipient
+        return self.get(prompt).cache

@@ -131,7 +131,7 @@ def swap_pair(
     runs: dict[Direction, tuple[float, list[float]]] = {}
     for direction in DIRECTIONS:
         oriented = ends(pair, direction)
-        donors = [store.get(oriented.new).cache]
+        donors = [store.donor(oriented.old, oriented.new)]
         runs[direction] = margins(store, store.get(oriented.old), donors, by_direction[direction], oriented.answer_ids)
     found: dict[Direction, Swapped] = {}
     for direction in DIRECTIONS:
