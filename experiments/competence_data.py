@@ -147,14 +147,14 @@ def word_pool(tokenizer: Any) -> list[str]:
 
 
 def training_batches(tokenizer: Any, seed: int, leg: int, most: int | None = None) -> list[list[Example]]:
-    """All batches of a leg (``most`` of each phase), each of minimal pairs of the same kind of length."""
+    """All batches of a leg (the first ``most``), each of minimal pairs of the same kind of length."""
     seed += leg
     rng = random.Random(f"{seed}/mix")
     pool = word_pool(tokenizer)
     streams: dict[tuple[str, str, str, int | None], tuple[GatedDecisions, Iterator[Draw]]] = {}
     batches: list[list[Example]] = []
     for number, phase in enumerate(LEGS[leg]):
-        n_steps = phase.steps if most is None else min(most, phase.steps)
+        n_steps = phase.steps if most is None else min(most - len(batches), phase.steps)
         for _ in track(range(n_steps), description=f"prompts of phase {number + 1}"):
             batch: list[Example] = []
             length = LONG_TOKENS if rng.random() < phase.long else None

@@ -30,6 +30,7 @@ from notelens.errors import CompetenceError, ConfigError, TaskError
 from notelens.models.base import NoteModel
 from notelens.models.load import load
 from notelens.probes import PROBES
+from notelens.probes.locality import Locality
 from notelens.prompt import Prompt
 from notelens.registry import nearest
 from notelens.report.select import as_lines
@@ -43,6 +44,8 @@ Line = dict[str, Any]
 Verdict = Literal["effect", "no effect", "undecided"]
 Maker = Callable[["Arm"], NoteModel]
 RANDOM = "random:"
+N_FIRING = 4
+"""Instances on which swaps are shown to reach the attention before donors are shuffled."""
 
 
 class _Closed(BaseModel):
@@ -140,6 +143,8 @@ class ShuffledDonors(ContextStore):
         TaskError: an instance has no second version of the rule, or the opposite cell has another conclusion.
     """
 
+    control = True
+
     def __init__(self, model: NoteModel, instances: Sequence[Instance]) -> None:
         super().__init__(model)
         self._given: dict[tuple[int, ...], Prompt] = {}
@@ -183,7 +188,12 @@ def codes(config: FalseEffects) -> dict[str, str]:
 
 def measure(model: NoteModel, config: FalseEffects, donors: str, instances: Sequence[Instance]) -> list[Line]:
     """Lines of the tables that the rule asks for; a line that could not be measured has n = 0 and says why."""
-    store = ContextStore(model) if donors == "real" else ShuffledDonors(model, instances)
+    store = ContextStore(model)
+    if donors == "shuffled":
+        Locality().run(
+            store, instances[:N_FIRING]
+        )  # raises where swaps with the real donors move nothing in this model
+        store = ShuffledDonors(model, instances)
     lines: list[Line] = []
     for name in dict.fromkeys(m.experiment for m in config.rule.metrics):
         probe: Any = PROBES.get(name)()

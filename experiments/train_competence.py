@@ -114,7 +114,7 @@ def train(
     """Train and save; returns the adapter's path and its metadata.
 
     Args:
-        trial: only so many steps of each phase, to see that it works.
+        trial: so many steps in all, to see that it works.
         begin: leg to begin with, the adapter that the leg before it ended with, and the seconds spent so far.
     """
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # extra `train`
@@ -122,7 +122,7 @@ def train(
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
     started = time.perf_counter()
-    legs = [training_batches(tokenizer, seed, leg, trial) for leg in range(len(LEGS))]
+    legs = [training_batches(tokenizer, seed, leg, trial) for leg in range(len(LEGS) if trial is None else 1)]
     meta: dict[str, Any] = {
         "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(map(len, legs)),
         "prompts": sum(len(b) for leg in legs for b in leg),
@@ -295,9 +295,7 @@ def main(
     begin_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
     begin_seconds: Annotated[float, typer.Option(help="what the legs before took, for the card")] = 0.0,
     eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
-    trial: Annotated[
-        int | None, typer.Option(help="only so many steps of each phase: a trial, nothing to ship")
-    ] = None,
+    trial: Annotated[int | None, typer.Option(help="so many steps in all: a trial, nothing to ship")] = None,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -321,6 +321,6 @@ def test_gated_decisions_render_for_gemma(gemma: Any) -> None:
         task = GatedDecisions(split="eval", order=order)
         found = task.instances(gemma.tokenizer, 8, 0)
         prompts = [p for i in found for p in i.cells.values()]
-        assert {p.text[:25] for p in prompts} == {"<bos><start_of_turn>user\nY"}
+        assert all(p.text.startswith("<bos><start_of_turn>user\n") for p in prompts)
         assert all(p.text.endswith("<end_of_turn>\n<start_of_turn>model\n") for p in prompts)
         assert all(p.token_ids.count(2) == 1 for p in prompts)
