@@ -33,7 +33,7 @@ METRICS = (
     Metric(experiment="specificity", metric="topk_recovery", params={"k": 8, "ranking": "split_half"}),
     Metric(experiment="injection", metric="follow_rate"),
 )
-N = 24
+N = 12
 SHUFFLED = Arm(name="shuffled", model="tiny", donors="shuffled", expect="no effect")
 NOTES_FREE = Arm(name="notes-free", model="direct", expect="no effect")
 RANDOM = Arm(name="random", model="random", expect="no effect")
@@ -52,18 +52,25 @@ def make(arm: Arm) -> Any:
     return tiny_model() if arm.model == "tiny" else broken_direct()
 
 
-def by_arm(rows: Any) -> dict[str, Any]:
-    return {row["arm"]: row for row in rows}
+FAKE = REAL.model_copy(update={"name": "fake", "expect": "no effect"})
+"""The model that takes notes, passed off as a control."""
+CONFIG = check(SHUFFLED, NOTES_FREE, RANDOM, REAL, FAKE)
 
 
-def test_controls_show_nothing_and_the_real_model_does(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[str]]:
+    """Rows by arm, the folder, what was said on the way."""
     said: list[str] = []
-    config = check(SHUFFLED, NOTES_FREE, RANDOM, REAL)
-    rows = by_arm(run(config, tmp_path, maker=make, instances=tiny_instances(N, FORMS), tell=said.append))
+    folder = tmp_path_factory.mktemp("blind")
+    rows = run(CONFIG, folder, maker=make, instances=tiny_instances(N, FORMS), tell=said.append)
+    return {row["arm"]: row for row in rows}, folder, said
+
+
+def test_controls_show_nothing_and_the_real_model_does(done: tuple[dict[str, Any], Path, list[str]]) -> None:
+    rows, _, said = done
     assert {name: row["verdict"] for name, row in rows.items()} == {
-        "shuffled": "no effect", "notes-free": "no effect", "random": "no effect", "real": "effect",
+        "shuffled": "no effect", "notes-free": "no effect", "random": "no effect", "real": "effect", "fake": "effect",
     }  # fmt: skip
-    assert not any(row["flagged"] for row in rows.values())
     tables = {name: {x["metric"]: x for x in row["table"]} for name, row in rows.items()}
     assert tables["real"]["full_downstream_recovery"]["value"] == pytest.approx(1.0, abs=1e-3)
     assert tables["real"]["follow_rate"]["value"] == 1.0
@@ -77,23 +84,23 @@ def test_controls_show_nothing_and_the_real_model_does(tmp_path: Path) -> None:
     assert all(" measured" in text and not any(name in text for name in rows) for text in said)  # code names only
 
 
-def test_a_real_model_passed_off_as_a_control_is_flagged(tmp_path: Path) -> None:
-    fake = REAL.model_copy(update={"name": "fake", "expect": "no effect"})
-    rows = by_arm(run(check(SHUFFLED, fake), tmp_path, maker=make, instances=tiny_instances(N, FORMS)))
-    assert rows["fake"]["flagged"] and rows["fake"]["verdict"] == "effect" and not rows["shuffled"]["flagged"]
-    assert "FLAGGED" in show(list(rows.values()))
+def test_a_real_model_passed_off_as_a_control_is_flagged(done: tuple[dict[str, Any], Path, list[str]]) -> None:
+    rows, _, _ = done
+    assert [name for name, row in rows.items() if row["flagged"]] == ["fake"]
+    assert show(list(rows.values())).count("FLAGGED") == 1
 
 
-def test_verdicts_are_on_disk_under_code_names_before_the_key(tmp_path: Path) -> None:
-    config = check(SHUFFLED, REAL)
-    rows = by_arm(run(config, tmp_path, maker=make, instances=tiny_instances(N, FORMS)))
-    text = (tmp_path / "blind.json").read_text()
-    assert not any(word in text for word in ("shuffled", "real", 'tiny"', "expect"))
-    blind = {arm["code"]: arm["verdict"] for arm in json.loads(text)["arms"]}
-    assert blind == {row["code"]: row["verdict"] for row in rows.values()}
-    unblinded = json.loads((tmp_path / "unblinded.json").read_text())
+def test_verdicts_are_on_disk_under_code_names_before_the_key(
+    done: tuple[dict[str, Any], Path, list[str]],
+) -> None:
+    rows, folder, _ = done
+    text = (folder / "blind.json").read_text()
+    blind = json.loads(text)
+    assert not any(word in json.dumps(blind["arms"]) for word in ("shuffled", "real", "fake", "tiny", "expect"))
+    assert {a["code"]: a["verdict"] for a in blind["arms"]} == {row["code"]: row["verdict"] for row in rows.values()}
+    unblinded = json.loads((folder / "unblinded.json").read_text())
     assert unblinded["blind_sha256"] == hashlib.sha256(text.encode()).hexdigest()
-    assert {row["arm"]: row["code"] for row in unblinded["arms"]} == codes(config)
+    assert {row["arm"]: row["code"] for row in unblinded["arms"]} == codes(CONFIG)
 
 
 def test_code_names_do_not_follow_the_order_of_the_file() -> None:

@@ -25,20 +25,17 @@ from tests.tiny import broken_direct, tiny_instances, tiny_model
 ROOT = Path(__file__).parents[1]
 TEXT = """\
 name: drawn
-task: {name: tiny_grid, n: 6}
+task: {name: tiny_grid, n: 4}
 sweep:
   models: [organism-notes, organism-direct]
-  tasks:
-    - {label: one, params: {n_notes: 1}}
-    - {label: two, params: {n_notes: 2}}
 probes:
   - name: locality
   - name: dissociation
-  - {name: specificity, params: {ks: [1, 2, 8], n_draws: 2}}
+  - {name: specificity, params: {ks: [1, 2, 8]}}
   - {name: injection, params: {doses: [1, 4]}}
   - name: placebo
-  - {name: suffix_concentration, params: {n_draws: 2}}
-  - {name: knockout, params: {n_draws: 2}}
+  - name: suffix_concentration
+  - name: knockout
   - name: token_stats
 figures: false
 """
@@ -62,7 +59,7 @@ def loader(name: str, **_: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A sweep of two models and two tasks through every probe that these figures draw."""
+    """A sweep of two models through every probe that these figures draw."""
     folder = tmp_path_factory.mktemp("swept") / "s"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TASKS, "_targets", {**TASKS._targets, "tiny_grid": f"{__name__}:TinyGrid"})
@@ -80,7 +77,7 @@ def check(figure: Any) -> None:
     assert overlaps(figure) == [] and cut(figure) == []
 
 
-NAMES = ["notes, one", "notes, two", "direct, one", "direct, two"]
+NAMES = ["notes", "direct"]
 
 
 @pytest.mark.parametrize("name", [n for n in EXPERIMENTS if n != "false_effects"])
@@ -88,17 +85,17 @@ def test_every_figure_of_a_sweep_is_whole_and_names_every_cell(name: str, swept:
     figure = draw_experiment(name, swept)
     check(figure)
     assert all(cell in texts(figure) for cell in NAMES)
-    assert "4 cells" in texts(figure)
+    assert "2 cells" in texts(figure)
 
 
 def test_what_is_drawn_is_what_was_measured(swept: Path) -> None:
     cells, about = read_cells(swept)
-    assert [c.name for c in cells] == NAMES and about == "4 cells"
+    assert [c.name for c in cells] == NAMES and about == "2 cells · tiny_grid"
     panels = {p.title: p for p in dot_panels(cells, HEADLINES)}
     assert {"write depth", "commit depth"}.isdisjoint(panels)  # timing was not measured
     # the note holds everything in one model, the field in the other
-    assert [d.value for d in panels["field only"].dots] == pytest.approx([0, 0, 1, 1], abs=1e-3)
-    assert [d.value for d in panels["downstream"].dots] == pytest.approx([1, 1, 0, 0], abs=1e-3)
+    assert [d.value for d in panels["field only"].dots] == pytest.approx([0, 1], abs=1e-3)
+    assert [d.value for d in panels["downstream"].dots] == pytest.approx([1, 0], abs=1e-3)
     low, high = panels["downstream"].reference or (0, 0)
     assert 0.9 < low <= high < 1.2  # of the paper's models
     for entry in load_cells(swept)[1]:
@@ -107,7 +104,7 @@ def test_what_is_drawn_is_what_was_measured(swept: Path) -> None:
 
 
 def _name(entry: Any) -> str:
-    return f"{entry.entry.model.removeprefix('organism-')}, {entry.entry.task}"
+    return str(entry.entry.model).removeprefix("organism-")
 
 
 def test_the_measures_are_metrics_that_probes_write(swept: Path) -> None:
@@ -125,7 +122,7 @@ def test_curves_are_those_of_the_records(swept: Path) -> None:
     rows = [r for r in cells[0].lines if r["metric"] == "suffix_recovery"]
     curve = next(c for c in figure.axes[0].lines if c.get_label() == "last rows")
     assert list(curve.get_ydata()) == [r["value"] for r in sorted(rows, key=lambda r: r["params"]["at_fraction"])]
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 2
     shown = texts(draw_experiment("knockout", swept))
     assert "strongest rows hidden" in shown and "random rows hidden" in shown
 
@@ -139,7 +136,7 @@ def test_shares_stand_beside_base_rates(swept: Path) -> None:
 
 
 def test_a_single_run_has_figures_too(swept: Path) -> None:
-    run = swept / "cells" / "organism-notes" / "one" / "seed-0"
+    run = swept / "cells" / "organism-notes" / "tiny_grid" / "seed-0"
     for name in ("suffix", "token_stats", "off_template"):
         figure = draw_experiment(name, run)
         check(figure)

@@ -165,7 +165,11 @@ def check_fired(swapped: Swapped, what: str) -> None:
         PatchError: every patched margin is the unpatched one (up to rounding) although the two ends decide differently.
     """
     still = NO_EFFECT * (swapped.donor - swapped.recipient)
-    if swapped.competent and not swapped.control and all(abs(r.patched - r.recipient) <= still for r in swapped.recoveries):
+    if (
+        swapped.competent
+        and not swapped.control
+        and all(abs(r.patched - r.recipient) <= still for r in swapped.recoveries)
+    ):
         raise PatchError(
             f"{what}: {len(swapped.recoveries)} swaps, among them one of all rows, leave the margin at "
             f"{swapped.recipient:.4f}; the patches did not reach the attention of this model"
