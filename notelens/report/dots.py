@@ -86,14 +86,14 @@ def draw_dots(
         for at, panel in enumerate(shown):
             line, column = divmod(at, per_line)
             axes = s.place(figure, left + column * (inner + GAP), TOP + line * step, inner, tall)
-            _panel(axes, panel, len(rows), len(series), reference)
+            _panel(axes, panel, len(rows), len(series))
             axes.set_yticks(range(len(rows)), [s.drawable(r) for r in rows] if column == 0 else [""] * len(rows))
         if legend:
             _legend(figure, series, reference if any(p.reference for p in shown) else None)
     return figure
 
 
-def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int, reference: str) -> None:
+def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int) -> None:
     known = [v for d in panel.dots for v in (d.value, d.lo, d.hi) if v is not None]
     low, high = min(panel.low, *known), max(panel.high, *known)
     room = 0.06 * (high - low)
