@@ -48,6 +48,7 @@ class Panel:
         low, high: axis at least from, to; numbers outside widen it.
         reference: range of the paper's models, or ``None``.
         lines: values to draw a line at.
+        always: shown also without any number, where it stands for a cell that could not be measured.
     """
 
     title: str
@@ -56,13 +57,14 @@ class Panel:
     high: float = 1.0
     reference: tuple[float, float] | None = None
     lines: tuple[float, ...] = (0.0, 1.0)
+    always: bool = False
 
 
 def draw_dots(
     rows: Sequence[str], panels: Sequence[Panel], series: Sequence[str], title: str, subtitle: str = "",
     reference: str = "range over the paper's models",
 ) -> Figure:  # fmt: skip
-    """Every panel has all rows, from the top down; a panel without any number is left out.
+    """Every panel has all rows, from the top down; a panel without any number is left out unless it is ``always`` shown.
 
     Args:
         rows: names.
@@ -71,8 +73,8 @@ def draw_dots(
         title, subtitle: heading.
         reference: what the shaded ranges are.
     """
-    shown = [p for p in panels if any(d.value is not None for d in p.dots)]
-    if not shown:
+    shown = [p for p in panels if p.always or any(d.value is not None for d in p.dots)]
+    if all(d.value is None for p in shown for d in p.dots):
         return s.message(title, ["none of its metrics was measured"])
     left = min(LEFT_MAX, 0.2 + CHARACTER * max(map(len, rows)))
     n_lines = -(-len(shown) // PER_LINE)

@@ -155,5 +155,6 @@ def share_panels(cells: Sequence[Cell], kinds: Sequence[str]) -> tuple[list[str]
                 row = find(cell, Measure("", "token_stats", metric, params))
                 if row is not None and row["value"] is not None:
                     dots.append(Dot(at, series, row["value"], row["lo"], row["hi"]))
-        panels.append(Panel(cell.name, tuple(dots), 0.0, 0.5, None, (0.0,)))
+        dots = dots or [Dot(at, 0, None) for at in range(len(names))]
+        panels.append(Panel(cell.name, tuple(dots), 0.0, 0.5, None, (0.0,), always=True))
     return names, panels
