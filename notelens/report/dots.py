@@ -97,7 +97,7 @@ def draw_dots(
 
 def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int) -> None:
     known = [v for d in panel.dots for v in (d.value, d.lo, d.hi) if v is not None]
-    low, high = min(panel.low, *known), max(panel.high, *known)
+    low, high = min([panel.low, *known]), max([panel.high, *known])
     room = 0.06 * (high - low)
     axes.set(xlim=(low - room, high + room), ylim=(n_rows - 0.5, -0.5))
     axes.set_title(s.drawable(panel.title), fontsize=s.SMALL, pad=4)
