@@ -48,7 +48,7 @@ class Mix:
     negated: bool = True
 
 
-FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 1, bare=True, negated=False)
+FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
 BARE = Mix(
     {"gated": 0.4, "multi_hop": 0.2, "two_fact": 0.15, "update": 0.2, "lookup": 0.05},
     {"act": 0.7, "think": 0.2, "call": 0.1},
@@ -120,7 +120,7 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
         if rng.random() < 0.3:
             _look_up(sample, rng, vocab, scene, value)
             continue
-        choices = [v for v in scene.draw.values if v != value]
+        choices = scene.draw.values  # the same one again, too: otherwise "not what I said before" is often right
         update = f"Update: the {scene.draw.family.label} is now "
         value = rng.choice(choices)
         mode = _pick(rng, mix.modes)

@@ -62,8 +62,8 @@ def orthogonalised(x: torch.Tensor) -> torch.Tensor:
 
 SCORES_GAIN = 4.4
 """Factor on what queries and keys are computed with, in families that do not normalise them: entries of about 1 from
-normalised inputs of 128 channels, where the library's initial 0.02 makes attention a plain average. While words are copied
-their steps are larger by the same factor, so that attention comes about as fast as where queries and keys are normalised."""
+normalised inputs of 128 channels, where the library's initial 0.02 makes attention a plain average. These matrices are left
+to AdamW: without a normalisation Muon lets their scores grow until attention is stuck on single rows."""
 _SCORES = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 
 

@@ -88,14 +88,14 @@ REPEATS = (
 )
 PLAN = (
     *REPEATS,
-    Stage(900, FIRST, until=0.97),
+    Stage(1200, FIRST, until=0.97),
     Stage(1200, BARE, repeats=0.06, until=0.97),
     Stage(700, FULL, repeats=0.06),
     Stage(300, FULL, repeats=0.06, long=0.4),
 )
 NOTES_FREE_PLAN = (
     *REPEATS,
-    Stage(900, FIRST, until=0.97),
+    Stage(1200, FIRST, until=0.97),
     Stage(600, EASY, until=0.97),
     Stage(800, NOTES_FREE, repeats=0.06, split=True),
 )
@@ -172,28 +172,25 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
     """Optimise ``model`` in place over a plan; returns facts for the card."""
     source = Source(seed, longest_filler)
     total = sum(stage.steps for stage in plan if stage.until is None)
-    fixed, first = 0, True
+    fixed = 0
     table = model.get_input_embeddings().weight
     previous = PreviousWord(table.shape[1])
-    scores = None
     groups = grouped(dict(model.named_parameters()))
     with torch.no_grad():
         for weight in groups.scores:
             weight.mul_(SCORES_GAIN)
     optimisers = (
         BatchedMuon(groups.matrices, MUON_RATE),
-        *([scores := BatchedMuon(groups.scores, MUON_RATE)] if groups.scores else []),
         torch.optim.AdamW(
-            [*groups.others, *previous.parameters()], lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
+            [*groups.scores, *groups.others, *previous.parameters()],
+            lr=ADAM_RATE,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
         ),
     )
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(
-            o,
-            lambda s, gain=SCORES_GAIN if o is scores else 1.0: (
-                min(1.0, (s + 1) / WARM_UP, 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total))
-                * (gain if first else 1.0)
-            ),
+            o, lambda s: min(1.0, (s + 1) / WARM_UP, 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total))
         )
         for o in optimisers
     ]
