@@ -9,11 +9,20 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
 from notelens.spans import PLAIN_CUE
-from notelens.tasks.organism import N_TRAINED, held_out, make_scene, organism_families, pairings
+from notelens.tasks.organism import (
+    N_TRAINED,
+    grammar_words,
+    held_out,
+    make_scene,
+    organism_families,
+    pairings,
+    vocabulary,
+)
 from notelens.tasks.organism_text import KIND_FORMS, LOOKUP_REQUEST, Scene, scene_pieces, target_text
 from notelens.tasks.render import Order
 from notelens.tasks.scenarios import Family
@@ -22,7 +31,9 @@ TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
 ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.2, 0.2
 """Loss weights of answer words, of the steps of a chain, and of the arguments of a call."""
 FORM_WEIGHTS = {"two_clause": 0.2, "polarity": 0.3, "swapped": 0.2, "negated": 0.3}
-PLAIN_SHARE, POOLED_SHARE = 0.1, 0.5
+PLAIN_SHARE, POOLED_SHARE, FREE_SHARE = 0.1, 0.25, 0.5
+"""Shares of conversations in the plain rendering; with words of other families; with any words as values and actions. With
+the sixty values of the families alone a model learns what to do with those, and not with one it has never seen there."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +222,10 @@ def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene
     forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and (mix.negated or f != "negated")}
     form = _pick(rng, forms)
     family = rng.choice(families)
-    if rng.random() < POOLED_SHARE:
+    draw = rng.random()
+    if draw < FREE_SHARE:
+        values, actions = _free(rng)
+    elif draw < FREE_SHARE + POOLED_SHARE:
         values, actions = _pooled(rng, families, family)
     else:
         values, actions = rng.choice(pairings(family.name, "train"))
@@ -243,6 +257,20 @@ def _pooled(rng: random.Random, families: Sequence[Family], family: Family) -> t
         actions = (rng.choice(b.restrictive), rng.choice(c.permissive))
         if not (a is b is c) or not held_out(a.name, (first, second), actions):
             return (first, second), actions
+
+
+@cache
+def free_words() -> tuple[str, ...]:
+    """Words that training may use as any value or action: all but held-out values and the words of the grammar."""
+    families = organism_families()
+    taken = {v for f in families for v in (*f.values[N_TRAINED:], f.label, f.record)} | set(grammar_words())
+    return tuple(w for w in vocabulary() if w not in taken)
+
+
+def _free(rng: random.Random) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Any four words."""
+    a, b, c, d = rng.sample(free_words(), 4)
+    return (a, b), (c, d)
 
 
 def _look_up(sample: Sample, rng: random.Random, vocab: Mapping[str, int], scene: Scene, value: str) -> None:

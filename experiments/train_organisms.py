@@ -39,7 +39,7 @@ from experiments.organism_data import (
     repeated,
 )
 from experiments.organism_models import ARCHITECTURES, SHARED, build
-from experiments.organism_optim import SCORES_GAIN, BatchedMuon, PreviousWord, grouped
+from experiments.organism_optim import SCORES_CAP, SCORES_GAIN, BatchedMuon, PreviousWord, grouped
 from experiments.organism_split import split_batch
 from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
@@ -181,8 +181,9 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
             weight.mul_(SCORES_GAIN)
     optimisers = (
         BatchedMuon(groups.matrices, MUON_RATE),
+        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP)] if groups.scores else []),
         torch.optim.AdamW(
-            [*groups.scores, *groups.others, *previous.parameters()],
+            [*groups.others, *previous.parameters()],
             lr=ADAM_RATE,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
