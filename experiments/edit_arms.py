@@ -144,8 +144,10 @@ class Bench:
         """Rows ranked once, with the cost that every arm with this ranking is charged."""
         if ranking not in self._scored:
             base = self.recorded if ranking == "chain" else self.plain
-            edit = Edit(base, self.case.name, self.case.values[1], "plan")
-            edit.lend(RowsRun(self.fresh.cache(), self.fresh.hidden, len(self.fresh)))  # run once for all rankings
+            edit, n = Edit(base, self.case.name, self.case.values[1], "plan"), len(self.fresh)
+            edit.lend(
+                RowsRun(self.fresh.cache(), self.fresh.hidden, n, n, tuple(range(n)))
+            )  # run once for all rankings
             started = time.perf_counter()
             score = scores(edit, ranking, self.case.answers, self.case.seed)
             ms = 1e3 * (time.perf_counter() - started)

@@ -57,7 +57,7 @@ class EditConfig(BaseModel):
     n: int = Field(ge=1)
     seed: int = 0
     split: Literal["train", "eval", "values", "combos"] = "eval"
-    kinds: tuple[str, ...] = ("gated",)
+    kinds: tuple[str, ...] | None = ("gated",)
     forms: tuple[str, ...] = ("two_clause", "polarity", "swapped", "negated")
     order: Literal["value_first", "rule_first"] = "value_first"
     role: Literal["evaluation", "tuning"] = "evaluation"
@@ -107,7 +107,7 @@ class Experiment(Protocol):
         """Cells of the design, in order."""
         ...
 
-    def measure(self, model: NoteModel, config: Any, stage: Stage, case: Case) -> list[Row]:
+    def measure(self, model: NoteModel, config: Any, stage: Stage, case: Any) -> list[Row]:
         """Rows of one case."""
         ...
 
@@ -125,7 +125,7 @@ def cases_of(model: NoteModel, config: EditConfig, stage: Stage) -> list[Case]:
         )  # fmt: skip
     if config.task == "organism":
         return organism_cases(
-            model.tokenizer, config.n, config.seed, split=config.split, kinds=config.kinds, forms=config.forms,
+            model.tokenizer, config.n, config.seed, split=config.split, kinds=config.kinds or ("gated",), forms=config.forms,
             order=config.order, **stage.source,
         )  # fmt: skip
     task: Any = TASKS.get(config.task)(**stage.source)

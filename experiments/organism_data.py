@@ -110,7 +110,7 @@ class Sample:
 
 def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: int | None = None) -> Sample:
     """One conversation; ``lines`` fixes the number of filler lines."""
-    scene, cell = _first_scene(rng, mix, lines)
+    scene, cell = first_scene(rng, mix, lines)
     value, rule = scene.draw.values[cell[0]], cell[1]
     mode = _pick(rng, mix.modes)
     sample = Sample()
@@ -216,7 +216,8 @@ def collate(samples: Sequence[Sample], pad: int = 0) -> Batch:
     return Batch(ids, weights, real, answers, tuple(a for s in samples for a in s.asked))
 
 
-def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene, tuple[int, int]]:
+def first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene, tuple[int, int]]:
+    """What the first request of a conversation is about, and the cell of it that is asked."""
     families = organism_families()
     kind = _pick(rng, mix.kinds)
     forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and (mix.negated or f != "negated")}
@@ -268,9 +269,12 @@ def free_words() -> tuple[str, ...]:
 
 
 def _free(rng: random.Random) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Any four words."""
-    a, b, c, d = rng.sample(free_words(), 4)
-    return (a, b), (c, d)
+    """Any four words that are not a held-out combination."""
+    while True:
+        a, b, c, d = rng.sample(free_words(), 4)
+        kept = (f for f in organism_families() if {a, b} <= set(f.values) and {c, d} <= {*f.restrictive, *f.permissive})
+        if not any(held_out(f.name, (a, b), (c, d)) for f in kept):
+            return (a, b), (c, d)
 
 
 def _look_up(sample: Sample, rng: random.Random, vocab: Mapping[str, int], scene: Scene, value: str) -> None:

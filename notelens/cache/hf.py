@@ -76,7 +76,8 @@ def to_transformers(cache: KVCache, *, batch: int = 1, share: bool = False) -> D
     """
     state = cache.states.get(len(cache))
     out = DynamicCache()
-    out.layers = [DynamicLayer() for _ in cache.keys] if state is None else _hybrid_layers(cache.n_layers)
+    holder: Any = out
+    holder.layers = [DynamicLayer() for _ in cache.keys] if state is None else _hybrid_layers(cache.n_layers)
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True)):
         k, v = (t.unsqueeze(0).expand(batch, -1, -1, -1) for t in (k, v))
         if share:

@@ -96,8 +96,8 @@ def signs(context: "EditableContext", field: str, reference: str | None = None) 
     """
     if not context.exact:
         raise EditError("signs are read from an exact context; this one is approximate, so prefill it anew")
-    own = context.tokens.positions(field) if field in context.values else ()
     context.text.check_field(field)
+    own = context.tokens.positions(field)
     last = len(context) - 1
     behind = [p for p in range(own[0] + 1, last) if p not in set(own)]
     if not behind:
@@ -248,7 +248,8 @@ class Diagnostic:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Diagnostic":
         """What :meth:`to_dict` gave."""
-        return cls(**{k: tuple(v) if isinstance(v, list | tuple) else v for k, v in data.items()})
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in data.items()}
+        return cls(**known)
 
 
 __all__ = ["MAPPED", "ONE_TOKEN", "RECORDED", "Diagnostic", "Signs", "signs"]

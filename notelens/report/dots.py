@@ -76,7 +76,8 @@ def draw_dots(
     shown = [p for p in panels if p.always or any(d.value is not None for d in p.dots)]
     if all(d.value is None for p in shown for d in p.dots):
         return s.message(title, ["none of its metrics was measured"])
-    left = min(LEFT_MAX, 0.2 + CHARACTER * max(map(len, rows)))
+    names = [shortened(s.drawable(r), int((LEFT_MAX - 0.2) / CHARACTER)) for r in rows]
+    left = min(LEFT_MAX, 0.2 + CHARACTER * max(map(len, names)))
     n_lines = -(-len(shown) // PER_LINE)
     per_line = -(-len(shown) // n_lines)
     inner, tall = (s.WIDTH - left - RIGHT + GAP) / per_line - GAP, ROW * len(rows)
@@ -89,10 +90,18 @@ def draw_dots(
             line, column = divmod(at, per_line)
             axes = s.place(figure, left + column * (inner + GAP), TOP + line * step, inner, tall)
             _panel(axes, panel, len(rows), len(series))
-            axes.set_yticks(range(len(rows)), [s.drawable(r) for r in rows] if column == 0 else [""] * len(rows))
+            axes.set_yticks(range(len(rows)), names if column == 0 else [""] * len(rows))
         if legend:
             _legend(figure, series, reference if any(p.reference for p in shown) else None)
     return figure
+
+
+def shortened(name: str, longest: int) -> str:
+    """A name of at most ``longest`` characters: the middle goes, since both ends tell names apart."""
+    if len(name) <= longest:
+        return name
+    head = longest // 2
+    return f"{name[:head]}…{name[len(name) - (longest - head - 1) :]}"
 
 
 def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int) -> None:
