@@ -118,3 +118,7 @@ class ToolError(AgentError):
 
 class CheckoutError(InputError):
     """A folder of somebody else's data is missing, or does not hold what its reader expects."""
+
+
+class RefusedError(AgentError):
+    """An environment refused a call because its precondition does not hold; nothing was changed."""
