@@ -11,6 +11,15 @@ from notelens.agents import tau2
 from notelens.agents.desk import Call, Desk, attempt
 from notelens.agents.retail import Customer, Order, Store, episodes, world
 from notelens.errors import AgentError, CheckoutError, RefusedError
+from notelens.models.load import default_cache_dir
+from notelens.zoo.embedded import embedded_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """That of SmolLM2."""
+    return embedded_tokenizer("smollm2", cache_dir=default_cache_dir())
+
 
 # --- retail ----------------------------------------------------------------------------------------------------------------
 
@@ -27,8 +36,8 @@ def test_the_policy_is_long_and_names_every_tool_and_status() -> None:
     assert all(status in text.lower() for status in world().statuses)
 
 
-def test_the_policy_has_a_thousand_tokens(smollm2: Any) -> None:
-    assert len(smollm2.tokenizer.encode("\n\n".join(world().policy))) >= 1000
+def test_the_policy_has_a_thousand_tokens(tokenizer: Any) -> None:
+    assert len(tokenizer.encode("\n\n".join(world().policy))) >= 1000
 
 
 @pytest.mark.parametrize("intent", sorted(world().actions))
@@ -98,11 +107,11 @@ def test_a_stale_agent_is_refused_and_an_informed_one_is_not() -> None:
             assert made.snapshot() == before or not refused
 
 
-def test_prompts_say_the_status_once_as_a_field(smollm2: Any) -> None:
+def test_prompts_say_the_status_once_as_a_field(tokenizer: Any) -> None:
     episode = episodes(1, 0)[0]
-    prompt = episode.prompt(smollm2.tokenizer)
+    prompt = episode.prompt(tokenizer)
     assert len(prompt) >= 1000 and len(prompt.spans["field"]) == 1
-    a, b = (episode.prompt(smollm2.tokenizer, s, policy=False) for s in episode.statuses[:2])
+    a, b = (episode.prompt(tokenizer, s, policy=False) for s in episode.statuses[:2])
     assert a.answer == episode.answers[0] and b.answer == episode.answers[1] and len(a) < 400
 
 
@@ -148,7 +157,7 @@ def checkout(folder: Path, **files: Any) -> Path:
     return folder
 
 
-def test_a_checkout_is_read(tmp_path: Path, smollm2: Any) -> None:
+def test_a_checkout_is_read(tmp_path: Path, tokenizer: Any) -> None:
     checkout(tmp_path / tau2.INSIDE)
     found = tau2.read(tmp_path)
     assert found == tau2.read(tmp_path / tau2.INSIDE)
@@ -160,9 +169,9 @@ def test_a_checkout_is_read(tmp_path: Path, smollm2: Any) -> None:
     with pytest.raises(CheckoutError, match="hold 2"):
         tau2.pairs(found, 3, 0)
     step = tau2.steps(found)[0]
-    prompt = tau2.decision(found, step, "delivered", smollm2.tokenizer)
+    prompt = tau2.decision(found, step, "delivered", tokenizer)
     assert prompt.answer == "refuse" and "Be kind." in prompt.text and len(prompt.spans["field"]) == 1
-    assert tau2.decision(found, step, "pending", smollm2.tokenizer).answer == "cancel"
+    assert tau2.decision(found, step, "pending", tokenizer).answer == "cancel"
 
 
 @pytest.mark.parametrize(
