@@ -9,8 +9,8 @@ Falsifier: agreement below 0.95 where full prefill is right; more than 0.02 lost
 ``place``: filler behind the memory (``early``) or in front of it (``late``). ``blocks``: compiled apart. ``kind``: one fact per
 query, or a fact and a rule that stand in the first and the last block. Each turn asks another query and pushes the memory one
 line further. Then a tool changes the fact of the last query, and every method of ``edits`` repairs the composed cache; the
-``recompile`` arm compiles the changed block again. What closes a loss across blocks is read off the composers' lines: the
-configuration lists them from the cheapest (``shift``) to those that recompute more.
+``recompile`` arm compiles the changed block again and composes anew, which is in its tokens. What closes a loss across blocks
+is read off the composers' lines: the configuration lists them from the cheapest (``shift``) to those that recompute more.
 """
 
 from collections.abc import Sequence

@@ -80,7 +80,10 @@ class Tau2Retail:
         """Agreement over all decisions, and everything else over those that full prefill gets right."""
         lines = lines_of(self.name, config, stage, rows)
         whole = Sums(
-            self.name, config, stage, [{**r, "excluded": None if "same" in r else r["excluded"]} for r in rows]
+            self.name,
+            config,
+            stage,
+            [{**r, "excluded": None if "same" in r or r["method"] == FULL else r["excluded"]} for r in rows],
         )
         for method in dict.fromkeys(r["method"] for r in rows if "same" in r):
             whole.mean("agreement_all", method, lambda r: float(r["same"]), unit="rate", params={"given": "all"})
