@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from experiments.edit_cases import Case
 from experiments.edit_harness import EditConfig, Stage, cases_of
@@ -17,6 +17,9 @@ from notelens.edits.text import FieldText, Node
 from notelens.errors import SpanError
 from notelens.models.base import NoteModel
 from notelens.prompt import Prompt
+
+FULL = "full_prefill"
+"""The baseline: a prefill of the corrected prompt."""
 
 
 class AgentConfig(EditConfig):
@@ -39,6 +42,14 @@ class AgentConfig(EditConfig):
     between: float | None = None
     gate: float = Field(default=0.8, ge=0, le=1)
     margin: float = Field(default=0.02, gt=0)
+
+    @field_validator("arms")
+    @classmethod
+    def _no_baseline(cls, arms: tuple[str, ...]) -> tuple[str, ...]:
+        """The baseline always runs; as an arm it would be counted twice."""
+        if FULL in arms:
+            raise ValueError(f"{FULL} is the baseline of every case; leave it out of the arms")
+        return arms
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,7 @@ class Baselines:
 
 
 __all__ = [
+    "FULL",
     "AgentConfig",
     "Baselines",
     "Prefill",

@@ -16,7 +16,7 @@ whole sessions is tested with McNemar, adjusted by Holm across arms.
 
 from collections.abc import Callable, Sequence
 
-from experiments.agent_cases import AgentConfig, Baselines, SessionCase
+from experiments.agent_cases import FULL, AgentConfig, Baselines, SessionCase
 from experiments.edit_arms import Arm, Row
 from experiments.edit_harness import Line, Stage, Sums
 from notelens.agents import EveryTurns, Never, OnDrift, Session, break_even
@@ -27,7 +27,7 @@ from notelens.models.base import NoteModel
 from notelens.prompt import Prompt
 from notelens.stats import Estimate, cluster_bootstrap, cluster_slope, holm, logit_distance, mcnemar_exact, tost_paired
 
-FULL, ERRATA = "full_prefill", "full_prefill_errata"
+ERRATA = "full_prefill_errata"
 
 
 # --- arms -------------------------------------------------------------------------------------------------------------------
@@ -267,7 +267,6 @@ def lines_of(name: str, config: AgentConfig, stage: Stage, rows: Sequence[Row], 
 
 __all__ = [
     "ERRATA",
-    "FULL",
     "arm_rows",
     "by_session",
     "equivalence",

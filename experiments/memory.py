@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.agent_cases import AgentConfig
-from experiments.agent_harness import FULL, equivalence, oracle_line
+from experiments.agent_cases import FULL, AgentConfig
+from experiments.agent_harness import equivalence, oracle_line
 from experiments.edit_arms import Row
 from experiments.edit_harness import Line, Stage, Sums, main
 from experiments.memory_cases import Laid, Memory, Query, lay_out, memories

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.agent_cases import AgentConfig, Baselines, SessionCase
-from experiments.agent_harness import FULL, arm_rows, facts, lines_of
+from experiments.agent_cases import FULL, AgentConfig, Baselines, SessionCase
+from experiments.agent_harness import arm_rows, facts, lines_of
 from experiments.edit_arms import Row
 from experiments.edit_harness import Line, Stage, Sums, main
 from notelens.agents import tau2

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.agent_cases import AgentConfig, SessionCase
-from experiments.agent_harness import FULL, equivalence, oracle_line, paired, policy_of
+from experiments.agent_cases import FULL, AgentConfig, SessionCase
+from experiments.agent_harness import equivalence, oracle_line, paired, policy_of
 from experiments.edit_arms import Arm, Row
 from experiments.edit_cases import Case, gated_cases, instance_cases
 from experiments.edit_harness import Line, Stage, Sums, main
@@ -216,12 +216,11 @@ class ToolEnv:
             last["excluded"] = "full prefill wrong"
         rows = [last]
         for arm in config.arms:
-            if arm != FULL:
-                row = play(model, case, arm)
-                row["right_all"] = bool(row.get("right"))
-                if row["excluded"] is None and oracle < 1:
-                    row["excluded"] = "full prefill wrong"
-                rows.append(row)
+            row = play(model, case, arm)
+            row["right_all"] = bool(row.get("right"))
+            if row["excluded"] is None and oracle < 1:
+                row["excluded"] = "full prefill wrong"
+            rows.append(row)
         return rows
 
     def aggregate(self, config: ToolConfig, stage: Stage, rows: Sequence[Row]) -> list[Line]:
