@@ -107,7 +107,7 @@ class Experiment(Protocol):
         """Cells of the design, in order."""
         ...
 
-    def measure(self, model: NoteModel, config: Any, stage: Stage, case: Case) -> list[Row]:
+    def measure(self, model: NoteModel, config: Any, stage: Stage, case: Any) -> list[Row]:
         """Rows of one case."""
         ...
 
@@ -254,7 +254,7 @@ def run(
     model: NoteModel,
     *,
     seconds: float | None = None,
-    source: Callable[[NoteModel, EditConfig, Stage], list[Case]] = cases_of,
+    source: Callable[[NoteModel, Any, Stage], list[Any]] = cases_of,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
     """Measure, or continue where ``out`` holds the beginning of this run.

@@ -1,6 +1,7 @@
 """A user's memory in Markdown: dozens of facts, asked for one by one, or two of them that only together give an answer."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -99,7 +100,7 @@ def _organism(index: int, rng: random.Random, kind: Kind, n_facts: int, n_querie
     families = list(organism_families())
     home = families[index % len(families)]
     labels = rng.sample(families, min(len(families), n_facts - 1))
-    pairs = [tuple(rng.sample(f.values[:N_TRAINED], 2)) for f in labels]
+    pairs = [_two(rng, f.values[:N_TRAINED]) for f in labels]
     lines = [f"- {f.label}: {a}\n" for f, (a, _) in zip(labels, pairs, strict=True)]
     others = [f"- {f.label}: {b}\n" for f, (_, b) in zip(labels, pairs, strict=True)]
     notes = home.lines(rng)
@@ -130,9 +131,14 @@ def _organism(index: int, rng: random.Random, kind: Kind, n_facts: int, n_querie
     )
 
 
+def _two(rng: random.Random, values: Sequence[str]) -> tuple[str, str]:
+    a, b = rng.sample(list(values), 2)
+    return a, b
+
+
 def _plain(index: int, rng: random.Random, kind: Kind, n_facts: int, n_queries: int, n_filler: int) -> Memory:
     keys = rng.sample([(n, a) for n in NAMES for a in ATTRIBUTES], n_facts - 1)
-    pairs = [tuple(rng.sample(ATTRIBUTES[a], 2)) for _, a in keys]
+    pairs = [_two(rng, ATTRIBUTES[a]) for _, a in keys]
 
     def line(i: int, value: str) -> str:
         return f"- {keys[i][0].capitalize()}'s {keys[i][1]}: {value}\n"

@@ -143,7 +143,7 @@ class Store:
         """
         w = world()
         if tool not in w.after:
-            raise AgentError(f"there is no tool {tool!r}; {nearest(tool, w.tools)}")
+            raise AgentError(f"there is no tool {tool!r}; {nearest(tool, list(w.tools))}")
         if intent not in w.actions:
             raise AgentError(f"there is no intent {intent!r}; {nearest(intent, sorted(w.actions))}")
         if customer not in self.customers:

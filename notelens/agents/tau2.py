@@ -124,7 +124,7 @@ def steps(retail: Retail) -> list[Step]:
     for task in retail.tasks:
         for action in (task["evaluation_criteria"] or {}).get("actions") or ():
             name, order = action.get("name"), (action.get("arguments") or {}).get("order_id")
-            if name in WRITES and order in retail.orders:
+            if isinstance(name, str) and isinstance(order, str) and name in WRITES and order in retail.orders:
                 found.setdefault((order, name), Step(str(task.get("id")), name, order))
     if not found:
         raise CheckoutError("no task changes an order of the database; these are tasks of another domain")
