@@ -240,7 +240,9 @@ class Episode:
             Piece("record", f"Customer\n- name: {self.customer.name}\n- city: {self.customer.city}\n{other}"),
             Piece("record", f"Order {self.order.id}\n- goods: {', '.join(self.order.goods)}\n- status: "),
             Piece("field", shown, "field"),
-            Piece("rule", f"\n\nIn short, for this message: {steps}\n", "rule"),
+            Piece("record", "\n\n"),
+            Piece("rule", f"In short, for this message: {steps}", "rule"),
+            Piece("record", "\n"),
             Piece("request", f"Customer: {self.message}\nWhich action? Answer with one word."),
         ]
         return make_prompt(tokenizer, pieces, id=f"{self.id}/{shown}", answer=table[shown], rendering=rendering)

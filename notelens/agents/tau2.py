@@ -142,12 +142,14 @@ def decision(retail: Retail, step: Step, status: str, tokenizer: Any, *, renderi
         Piece("filler", f"{retail.policy.strip()}\n\n"),
         Piece("record", f"## Current order\n\n- order id: {step.order}\n- items: {goods}\n- status: "),
         Piece("field", status, "field"),
+        Piece("record", "\n\n"),
         Piece(
             "rule",
-            f"\n\nThe user is authenticated, has confirmed, and wants to {wish}. The policy allows this only for a "
-            f"{step.needs} order; otherwise the answer is {REFUSE}.\n",
+            f"The user is authenticated, has confirmed, and wants to {wish}. The policy allows this only for a {step.needs} "
+            f"order; otherwise the answer is {REFUSE}.",
             "rule",
         ),
+        Piece("record", "\n"),
         Piece("request", f"Which one: {step.word} or {REFUSE}? Answer with one word."),
     ]
     return make_prompt(
