@@ -22,7 +22,6 @@ from benchmarks.report import FIELDS, quartiles
 from experiments.edit_cases import Case, gated_cases
 from experiments.organism_cases import organism_cases
 
-OWN = ("edit_cost",)
 METHODS = ("in_place", "erratum", "field_erratum", "auto", "edit_local@32", "full_suffix")
 LONG = 2000
 BARS = {"erratum": 15.0, "in_place": 20.0}
@@ -94,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = f"{given.device} ({torch.get_num_threads()} threads)"
     rows = [{name: {**row, "device": device}[name] for name in FIELDS} for row in rows]
     if given.out is not None:
-        merge(rows, given.out, OWN)
+        merge(rows, given.out)
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
     for text in missed(rows):

@@ -18,6 +18,8 @@ KINDS: dict[str, float] = {"direct": 0.50, "chain": 0.20, "update": 0.18, "updat
 DISTRACTOR_SHARE, LONG_TOKENS = 0.25, 220
 ACTION_WEIGHT, CHAIN_WEIGHT, END_WEIGHT = 1.0, 0.15, 0.1
 """Loss weights: a chain has twenty tokens that are easy; its conclusion and direct answers should count."""
+SPACES = ("\u0120", "\u2581")
+"""How byte-level and sentencepiece vocabularies write a leading space."""
 
 
 @dataclass(frozen=True)
@@ -140,20 +142,20 @@ def word_pool(tokenizer: Any) -> list[str]:
     kept_out = {
         w for f in load_families() if f.split == "eval" for w in (*f.values, *f.restrictive, *f.permissive, f.label)
     }
-    ids = {text: i for text, i in tokenizer.get_vocab().items() if text.startswith("\u0120")}
-    words = (text[1:] for text in sorted(ids))
+    words = (text[1:] for text in sorted(tokenizer.get_vocab()) if text[:1] in SPACES)
     return [w for w in words if w.isascii() and w.isalpha() and w.islower() and 4 <= len(w) <= 8 and w not in kept_out]
 
 
-def training_batches(tokenizer: Any, seed: int, leg: int) -> list[list[Example]]:
-    """All batches of a leg, each of minimal pairs of the same kind of length."""
+def training_batches(tokenizer: Any, seed: int, leg: int, most: int | None = None) -> list[list[Example]]:
+    """All batches of a leg (the first ``most``), each of minimal pairs of the same kind of length."""
     seed += leg
     rng = random.Random(f"{seed}/mix")
     pool = word_pool(tokenizer)
     streams: dict[tuple[str, str, str, int | None], tuple[GatedDecisions, Iterator[Draw]]] = {}
     batches: list[list[Example]] = []
     for number, phase in enumerate(LEGS[leg]):
-        for _ in track(range(phase.steps), description=f"prompts of phase {number + 1}"):
+        n_steps = phase.steps if most is None else min(most - len(batches), phase.steps)
+        for _ in track(range(n_steps), description=f"prompts of phase {number + 1}"):
             batch: list[Example] = []
             length = LONG_TOKENS if rng.random() < phase.long else None
             chains = rng.random() < sum(w for k, w in phase.kinds.items() if k.endswith("chain"))

@@ -8,78 +8,51 @@ rows, where ``shift`` closes at most 0.2 and seams with as many rows little more
 
 Falsifier: a share below 0.7, or one that ``seam@k`` reaches too.
 
-Calibration and evaluation contexts of a skill share no filler line set; both field values occur in both, since a link can only
-learn changes that it has seen. Families are those held out from the adapter's training.
+A case is a policy; its calibration and evaluation contexts share no filler line set. Both field values occur in both, since a
+link can only learn changes that it has seen. Families and words are those held out from training.
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import notelens
-from notelens._files import write_atomic
-from notelens.compose import Calibration, Composer, Linked, compile_skill, composer, fit_link
+from pydantic import Field
+
+from experiments.compose_cases import task_of
+from experiments.compose_harness import NO_CONTEXT, ComposeConfig, agreement_lines
+from experiments.edit_harness import Line, Row, Stage, Sums, main
+from notelens.compose import Calibration, Composer, Linked, compile_skill, fit_link
 from notelens.compose.fidelity import compare
-from notelens.errors import ConfigError
-from notelens.models.load import load
-from notelens.prompt import Prompt
-from notelens.runs.yamlfile import read_document
-from notelens.stats import agreement, gap_recovered
-from notelens.tasks.gated import GatedDecisions
-from notelens.tasks.render import Draw
+from notelens.errors import TaskError
+from notelens.models.base import NoteModel
+from notelens.tasks.base import Instance
 
-Row = dict[str, Any]
-FLOOR = "no_context"
+METRICS = (
+    "full_correct",
+    "p_correct",
+    "pgr",
+    "agreement",
+    "agreement_given_full_correct",
+    "logit_kl",
+    "tokens_recomputed",
+)
+
+POOL = 3
+"""Draws looked at per context that is needed: one whose text in front was there before is left out."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """What is measured; every key must be given.
+class LinkedConfig(ComposeConfig):
+    """Configuration of this experiment; ``n`` counts policies.
 
     Attributes:
-        name: of the run.
-        model: as ``notelens.load`` takes it.
-        skills: policies.
         calibration, evaluation: contexts per policy.
-        seed: of policies and contexts.
-        split, forms: of the gated task.
         k, rank: of the link.
-        methods: composers beside ``linked``.
     """
 
-    name: str
-    model: str
-    skills: int
-    calibration: int
-    evaluation: int
-    seed: int
-    split: str
-    forms: list[str]
-    k: int
-    rank: int
-    methods: list[str]
-
-    @classmethod
-    def read(cls, path: Path) -> "Config":
-        """From a YAML file.
-
-        Raises:
-            ConfigError: a key is missing or unknown, or a composer does not exist.
-        """
-        data = read_document(path).data
-        wanted = {f.name for f in fields(cls)}
-        if set(data) != wanted:
-            raise ConfigError(
-                f"{path}: keys {sorted(set(data) ^ wanted)} are missing or unknown; needed: {sorted(wanted)}"
-            )
-        config = cls(**data)  # type: ignore[arg-type]  # checked by use: a wrong type fails before anything is measured
-        for method in config.methods:
-            composer(method)
-        return config
+    calibration: int = Field(ge=4)
+    evaluation: int = Field(ge=1)
+    k: int = Field(ge=1)
+    rank: int = Field(ge=1)
 
 
 @dataclass(frozen=True)
@@ -93,105 +66,107 @@ class Context:
     right: int
 
 
-def cut(prompt: Prompt, answers: tuple[int, int], right: int) -> Context:
-    """The three pieces of a prompt."""
-    rule, ids = prompt.positions("rule"), prompt.token_ids
-    return Context(ids[: rule[0]], ids[rule[0] : rule[-1] + 1], ids[rule[-1] + 1 :], answers, right)
+@dataclass(frozen=True)
+class Policy:
+    """A case: contexts of one policy, the last ``n_held_out`` of which are evaluated."""
+
+    id: str
+    family: str
+    form: str
+    contexts: tuple[Context, ...]
+    n_held_out: int
 
 
-def contexts(task: GatedDecisions, tokenizer: Any, draw: Draw, fillers: Sequence[Draw]) -> Iterator[Context]:
-    """The policy of ``draw`` behind both field values in turn, with the filler lines of other draws."""
-    for index, other in enumerate(fillers):
-        instance = task.build(tokenizer, replace(draw, filler=other.filler, between=other.between))
-        cell = (index % 2, 0)
-        yield cut(instance.cells[cell], instance.answer_ids, instance.conclusion[cell])
+class LinkedChain:
+    """A fitted link against composers with as many rows."""
 
+    name = "compose_linked"
 
-def measure(model: Any, config: Config) -> Iterator[Row]:
-    """One row per evaluated context and method."""
-    task = GatedDecisions(split=config.split, forms=config.forms)
-    each = config.calibration + config.evaluation
-    n_families = len(task.families)
-    policies = task.draws(model.tokenizer, config.skills, config.seed)
-    pool = task.draws(model.tokenizer, n_families * len(config.forms) * each, config.seed + 1)
-    for draw in policies:
-        fillers = [d for d in pool if d.family.name == draw.family.name][:each]
-        found = list(contexts(task, model.tokenizer, draw, fillers))
-        policy = found[0].policy
-        found = [c for c in found if c.policy == policy]
-        fit, held_out = found[: -config.evaluation], found[-config.evaluation :]
+    def stages(self, config: LinkedConfig) -> list[Stage]:
+        """One."""
+        return [Stage("chain", {"k": config.k, "rank": config.rank}, {})]
+
+    def measure(self, model: NoteModel, config: LinkedConfig, stage: Stage, case: Policy) -> list[Row]:
+        """Fit the link of a policy, then one row per held-out context and method."""
+        fit, held_out = case.contexts[: -case.n_held_out], case.contexts[-case.n_held_out :]
+        policy = fit[0].policy
         skill = compile_skill(model, policy, name="policy")
         link = fit_link(model, skill, [Calibration([c.before], c.after) for c in fit], k=config.k, rank=config.rank)
         methods: list[str | Composer] = [*config.methods, Linked([link])]
+        rows: list[Row] = []
         for index, context in enumerate(held_out):
             result = compare(model, [context.before, skill, context.after], context.answers, methods)
             hidden = model.prefill((*policy, *context.after)).hidden
-            without = int(model.answer_logits(hidden, context.answers).argmax())
-            base = {
-                "kind": "instance", "item": f"{draw.id}/{index}", "family": draw.family.name, "form": draw.form,
-                "right": context.right, "full": result.full.answer, "n_policy": len(policy), "link": link.reader_kl,
+            base: Row = {
+                "item": f"{case.id}/{index}", "family": case.family, "form": case.form, "excluded": None,
+                "right": context.right, "full": result.full.answer, "n_policy": len(policy), "reader_kl": link.reader_kl,
+                "floor_cosine": result.floor.cosine, "floor_kl": result.floor.kl, "floor_top1": result.floor.top1,
             }  # fmt: skip
-            yield {**base, "method": FLOOR, "answer": without}
+            without = int(model.answer_logits(hidden, context.answers).argmax())
             for method, decision in result.decisions.items():
-                yield {
+                d, cost = decision.distance, decision.composed.cost
+                rows.append({
                     **base, "method": method, "answer": decision.answer, "margin": decision.margins[context.right],
-                    "kl": decision.distance.kl, "cosine": decision.distance.cosine, "top1": decision.distance.top1,
-                    "tokens_recomputed": decision.composed.cost.tokens_recomputed,
-                }  # fmt: skip
+                    "kl": d.kl, "cosine": d.cosine, "top1": d.top1, "recompute_share": cost.recompute_share,
+                    "tokens_recomputed": cost.tokens_recomputed,
+                })  # fmt: skip
+            rows.append({**base, "method": NO_CONTEXT, "answer": without})
+        return rows
+
+    def aggregate(self, config: LinkedConfig, stage: Stage, rows: Sequence[Row]) -> list[Line]:
+        """Share of the gap closed and agreement, by method."""
+        sums = Sums(self.name, config, stage, rows)
+        agreement_lines(sums, margin=config.margin)
+        for method in dict.fromkeys(r["method"] for r in rows if "tokens_recomputed" in r):
+            sums.mean("tokens_recomputed", method, lambda r: float(r["tokens_recomputed"]), unit="tokens")
+        return sums.lines
 
 
-def aggregate(rows: Sequence[Row], config: Config) -> list[Row]:
-    """Share of the gap closed and agreement, by method."""
-    by_method: dict[str, list[Row]] = {}
-    for row in rows:
-        by_method.setdefault(row["method"], []).append(row)
-    floor = [r["answer"] == r["right"] for r in by_method[FLOOR]]
-    ceiling = [r["full"] == r["right"] for r in by_method[FLOOR]]
-    lines: list[Row] = []
-    for method, cell in by_method.items():
-        clusters = [r["family"] for r in cell]
-        hits = [r["answer"] == r["right"] for r in cell]
-        agreed = agreement([r["full"] for r in cell], [r["answer"] for r in cell], [r["right"] for r in cell], clusters)
-        estimates = {
-            "pgr": gap_recovered(floor, hits, ceiling, clusters, seed=config.seed),
-            "p_correct": agreed.method_right,
-            "full_correct": agreed.reference_right,
-            "agreement": agreed.overall,
-            "agreement_given_full_correct": agreed.given_right,
-        }
-        budget = [r["tokens_recomputed"] for r in cell if "tokens_recomputed" in r]
-        for metric, e in estimates.items():
-            lines.append({
-                "kind": "aggregate", "experiment": "compose_linked", "metric": metric, "model": config.model,
-                "method": method, "params": {"tokens_recomputed": sum(budget) / len(budget) if budget else 0.0},
-                "value": e.value, "lo": e.lo, "hi": e.hi, "n": e.n, "n_clusters": e.n_clusters, "n_excluded": 0,
-                "swap": "none", "unit": "rate", "paper_value": None, "interval": e.method, "flags": list(e.flags),
-            })  # fmt: skip
-    return lines
+def policies(model: NoteModel, config: LinkedConfig, stage: Stage) -> list[Policy]:
+    """Policies, each behind both field values in turn with the filler lines of other draws.
+
+    Raises:
+        TaskError: too few contexts keep the policy's tokens.
+    """
+    task: Any = task_of(config.task, **config.options(order="value_first"))
+    gated, tokenizer = config.task == "gated", model.tokenizer
+    each = config.calibration + config.evaluation
+
+    def drawn(n: int, seed: int) -> list[Any]:
+        return task.draws(tokenizer, n, seed) if gated else task.scenes(n, seed)
+
+    def draw_of(item: Any) -> Any:
+        return item if gated else item.draw
+
+    pool = drawn(len(task.families) * len(config.forms) * each * POOL, config.seed + 1)
+    found: list[Policy] = []
+    for item in drawn(config.n, config.seed):
+        draw = draw_of(item)
+        contexts: list[Context] = []
+        for other in (draw_of(p) for p in pool):
+            if other.family.name != draw.family.name or len(contexts) == each:
+                continue
+            changed = replace(draw, filler=other.filler, between=other.between)
+            instance = task.build(tokenizer, changed if gated else replace(item, draw=changed))
+            context = cut(instance, len(contexts) % 2)
+            fresh = context.before not in (
+                c.before for c in contexts
+            )  # what stands behind does not reach the skill's rows
+            if fresh and (not contexts or context.policy == contexts[0].policy):
+                contexts.append(context)
+        if len(contexts) < each:
+            raise TaskError(f"policy {item.id}: {len(contexts)} different contexts of {each} keep its tokens")
+        found.append(Policy(item.id, draw.family.name, draw.form, tuple(contexts), config.evaluation))
+    return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--out", type=Path, help="folder; runs/<name> when not given")
-    parser.add_argument("--skills", type=int, help="fewer policies than the config says")
-    given = parser.parse_args(arguments)
-    config = Config.read(given.config)
-    if given.skills is not None:
-        config = replace(config, skills=given.skills)
-    model = load(config.model)
-    header = {"kind": "header", "notelens": notelens.__version__, "config": config.__dict__, "model": model.facts()}
-    rows = list(measure(model, config))
-    lines = aggregate(rows, config)
-    folder = given.out or Path("runs") / config.name
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line, default=str) + "\n" for line in (header, *rows, *lines))
-    write_atomic(folder / "records.jsonl", text)
-    for line in lines:
-        value = "-" if line["value"] is None else f"{line['value']:.3f}"
-        sys.stdout.write(f"{line['method']:<20} {line['metric']:<30} {value} n={line['n']}\n")
+def cut(instance: Instance, value: int) -> Context:
+    """A context of an instance's first rule behind a field value."""
+    prompt = instance.cells[value, 0]
+    rule, ids = prompt.positions("rule"), prompt.token_ids
+    start, stop = rule[0], rule[-1] + 1
+    return Context(ids[:start], ids[start:stop], ids[stop:], instance.answer_ids, instance.conclusion[value, 0])
 
 
 if __name__ == "__main__":
-    main()
+    main(LinkedChain(), LinkedConfig, METRICS, source=policies)

@@ -9,11 +9,20 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
 from notelens.spans import PLAIN_CUE
-from notelens.tasks.organism import N_TRAINED, held_out, make_scene, organism_families, pairings
+from notelens.tasks.organism import (
+    N_TRAINED,
+    grammar_words,
+    held_out,
+    make_scene,
+    organism_families,
+    pairings,
+    vocabulary,
+)
 from notelens.tasks.organism_text import KIND_FORMS, LOOKUP_REQUEST, Scene, scene_pieces, target_text
 from notelens.tasks.render import Order
 from notelens.tasks.scenarios import Family
@@ -22,7 +31,9 @@ TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
 ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.2, 0.2
 """Loss weights of answer words, of the steps of a chain, and of the arguments of a call."""
 FORM_WEIGHTS = {"two_clause": 0.2, "polarity": 0.3, "swapped": 0.2, "negated": 0.3}
-PLAIN_SHARE, POOLED_SHARE = 0.1, 0.5
+PLAIN_SHARE, POOLED_SHARE, FREE_SHARE = 0.1, 0.25, 0.5
+"""Shares of conversations in the plain rendering; with words of other families; with any words as values and actions. With
+the sixty values of the families alone a model learns what to do with those, and not with one it has never seen there."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +45,9 @@ class Mix:
         rule_first: share of conversations with the rule before the field.
         lines: most filler lines.
         turns: most further turns.
-        bare: nothing but the field, the rule and the request, and no negated rules: with as many "is not" as "is", knowing
-            whether the condition holds says nothing about which action comes, and neither is learnt.
+        bare: nothing but what the kind of prompt needs: no other attributes, no asides, no filler.
+        negated: with negated rules. With as many "is not" as "is", knowing whether a condition holds says nothing about which
+            action comes, and neither is learnt; so they come later.
     """
 
     kinds: Mapping[str, float]
@@ -44,9 +56,15 @@ class Mix:
     lines: int
     turns: int
     bare: bool = False
+    negated: bool = True
 
 
-BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 1, bare=True)
+FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
+BARE = Mix(
+    {"gated": 0.4, "multi_hop": 0.2, "two_fact": 0.15, "update": 0.2, "lookup": 0.05},
+    {"act": 0.7, "think": 0.2, "call": 0.1},
+    0.3, 0, 2, bare=True,
+)  # fmt: skip
 EASY = Mix({"gated": 0.7, "lookup": 0.3}, {"act": 1.0}, 0.0, 2, 3)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
@@ -113,7 +131,7 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
         if rng.random() < 0.3:
             _look_up(sample, rng, vocab, scene, value)
             continue
-        choices = [v for v in scene.draw.values if v != value]
+        choices = scene.draw.values  # the same one again, too: otherwise "not what I said before" is often right
         update = f"Update: the {scene.draw.family.label} is now "
         value = rng.choice(choices)
         mode = _pick(rng, mix.modes)
@@ -201,10 +219,13 @@ def collate(samples: Sequence[Sample], pad: int = 0) -> Batch:
 def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene, tuple[int, int]]:
     families = organism_families()
     kind = _pick(rng, mix.kinds)
-    forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and not (mix.bare and f == "negated")}
+    forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and (mix.negated or f != "negated")}
     form = _pick(rng, forms)
     family = rng.choice(families)
-    if rng.random() < POOLED_SHARE:
+    draw = rng.random()
+    if draw < FREE_SHARE:
+        values, actions = _free(rng)
+    elif draw < FREE_SHARE + POOLED_SHARE:
         values, actions = _pooled(rng, families, family)
     else:
         values, actions = rng.choice(pairings(family.name, "train"))
@@ -223,7 +244,8 @@ def _first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene
         fact_holds=rng.random() < 0.6,
     )
     if mix.bare:
-        scene = replace(scene, others=(), n_before=0, asides=())
+        scene = replace(scene, others=scene.others[: len(scene.others) if scene.fact else 0], asides=())
+        scene = replace(scene, n_before=min(scene.n_before, len(scene.others)))
     return scene, rng.choice(scene.cells)
 
 
@@ -235,6 +257,20 @@ def _pooled(rng: random.Random, families: Sequence[Family], family: Family) -> t
         actions = (rng.choice(b.restrictive), rng.choice(c.permissive))
         if not (a is b is c) or not held_out(a.name, (first, second), actions):
             return (first, second), actions
+
+
+@cache
+def free_words() -> tuple[str, ...]:
+    """Words that training may use as any value or action: all but held-out values and the words of the grammar."""
+    families = organism_families()
+    taken = {v for f in families for v in (*f.values[N_TRAINED:], f.label, f.record)} | set(grammar_words())
+    return tuple(w for w in vocabulary() if w not in taken)
+
+
+def _free(rng: random.Random) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Any four words."""
+    a, b, c, d = rng.sample(free_words(), 4)
+    return (a, b), (c, d)
 
 
 def _look_up(sample: Sample, rng: random.Random, vocab: Mapping[str, int], scene: Scene, value: str) -> None:

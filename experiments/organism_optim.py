@@ -5,6 +5,7 @@ times a training step. The method is by Jordan et al. 2024 (Newton-Schulz iterat
 the update as in Liu et al. 2025 (arXiv:2502.16982): its root mean square is that of an AdamW step.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,11 @@ class BatchedMuon(torch.optim.Optimizer):
     Args:
         params: matrices; embeddings and heads belong to another optimiser.
         lr: root mean square of a step is a fifth of it.
+        cap: root mean square that a matrix is scaled back to when it exceeds it; none when not given.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Iterable[torch.Tensor], lr: float, *, cap: float = math.inf) -> None:
+        super().__init__(params, {"lr": lr, "cap": cap})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -49,6 +51,7 @@ class BatchedMuon(torch.optim.Optimizer):
                 for (p, _), wide in zip(items, whole, strict=True):
                     p.mul_(1 - group["lr"] * WEIGHT_DECAY)
                     p.add_(wide if p.shape[0] <= p.shape[1] else wide.T, alpha=-size)
+                    p.mul_(min(1.0, group["cap"] / float(p.square().mean().sqrt())))
 
 
 def orthogonalised(x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +65,11 @@ def orthogonalised(x: torch.Tensor) -> torch.Tensor:
 
 SCORES_GAIN = 4.4
 """Factor on what queries and keys are computed with, in families that do not normalise them: entries of about 1 from
-normalised inputs of 128 channels, where the library's initial 0.02 makes attention a plain average. Steps grow by the same
-factor, so that attention changes as fast as where queries and keys are normalised."""
+normalised inputs of 128 channels, where the library's initial 0.02 makes attention a plain average. Their steps are larger
+by the same factor, so that attention changes as fast as where queries and keys are normalised."""
+SCORES_CAP = 0.12
+"""Root mean square at which these matrices are held. Without a normalisation they grow with every step until attention is
+stuck on single rows (all layers above 0.9 on one row within 250 steps of a Llama), and nothing is learnt from there on."""
 _SCORES = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 
 
@@ -117,4 +123,4 @@ class PreviousWord(torch.nn.Module):
         return torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, :-1].flatten())
 
 
-__all__ = ["SCORES_GAIN", "BatchedMuon", "Groups", "PreviousWord", "grouped", "orthogonalised"]
+__all__ = ["SCORES_CAP", "SCORES_GAIN", "BatchedMuon", "Groups", "PreviousWord", "grouped", "orthogonalised"]

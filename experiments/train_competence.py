@@ -108,11 +108,13 @@ def load_adapter_(peft_model: Any, path: Path) -> None:
 
 
 def train(
-    model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int, begin: tuple[int, Path, float] | None
-) -> tuple[Path, dict[str, Any]]:
+    model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int, begin: tuple[int, Path, float] | None,
+    trial: int | None = None,
+) -> tuple[Path, dict[str, Any]]:  # fmt: skip
     """Train and save; returns the adapter's path and its metadata.
 
     Args:
+        trial: so many steps in all, to see that it works.
         begin: leg to begin with, the adapter that the leg before it ended with, and the seconds spent so far.
     """
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # extra `train`
@@ -120,7 +122,7 @@ def train(
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
     started = time.perf_counter()
-    legs = [training_batches(tokenizer, seed, leg) for leg in range(len(LEGS))]
+    legs = [training_batches(tokenizer, seed, leg, trial) for leg in range(len(LEGS) if trial is None else 1)]
     meta: dict[str, Any] = {
         "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(map(len, legs)),
         "prompts": sum(len(b) for leg in legs for b in leg),
@@ -133,7 +135,7 @@ def train(
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
     torch.manual_seed(seed)
     peft_model = get_peft_model(base, config)
-    path = out / str(EMBEDDED[model].adapter)
+    path = out / EMBEDDED[model].adapter_file
     spent = 0.0
     meta["began_with_leg"] = 0 if begin is None else begin[0]
     if begin is not None:
@@ -245,8 +247,9 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         if meta["began_with_leg"]
         else ""
     )
+    trial = "\n**A trial of a few steps: not an adapter to use.**\n" if meta.get("trial") else ""
     text = f"""# Competence adapter of `{meta["model"]}`
-
+{trial}
 Written by `experiments/train_competence.py`; retrain with
 `python -m experiments.train_competence --model {meta["model"]} --seed {meta["seed"]}`.
 
@@ -292,6 +295,7 @@ def main(
     begin_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
     begin_seconds: Annotated[float, typer.Option(help="what the legs before took, for the card")] = 0.0,
     eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
+    trial: Annotated[int | None, typer.Option(help="so many steps in all: a trial, nothing to ship")] = None,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -300,7 +304,9 @@ def main(
     if (begin_leg > 0) != (begin_from is not None):
         raise typer.BadParameter("give --begin-leg and --begin-from together")
     begin = None if begin_from is None else (begin_leg, begin_from, begin_seconds)
-    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, begin)
+    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, begin, trial)
+    if trial is not None:
+        meta["trial"] = trial
     cells = evaluate(model, path, seed, eval_n)
     write_card(path, meta, cells)
     for key, (value, n) in cells.items():

@@ -27,6 +27,7 @@ from experiments.organism_card import accuracy_cells, write_card
 from experiments.organism_data import (
     BARE,
     EASY,
+    FIRST,
     FULL,
     NOTES_FREE,
     Batch,
@@ -38,7 +39,7 @@ from experiments.organism_data import (
     repeated,
 )
 from experiments.organism_models import ARCHITECTURES, SHARED, build
-from experiments.organism_optim import SCORES_GAIN, BatchedMuon, PreviousWord, grouped
+from experiments.organism_optim import SCORES_CAP, SCORES_GAIN, BatchedMuon, PreviousWord, grouped
 from experiments.organism_split import split_batch
 from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
@@ -87,16 +88,16 @@ REPEATS = (
 )
 PLAN = (
     *REPEATS,
-    Stage(900, BARE, until=0.97),
-    Stage(600, EASY, until=0.97),
-    Stage(1000, FULL, repeats=0.06),
-    Stage(400, FULL, repeats=0.06, long=0.4),
+    Stage(1200, FIRST, until=0.97),
+    Stage(1200, BARE, repeats=0.06, until=0.97),
+    Stage(700, FULL, repeats=0.06),
+    Stage(300, FULL, repeats=0.06, long=0.4),
 )
 NOTES_FREE_PLAN = (
     *REPEATS,
-    Stage(900, BARE, until=0.97),
+    Stage(1200, FIRST, until=0.97),
     Stage(600, EASY, until=0.97),
-    Stage(1000, NOTES_FREE, repeats=0.06, split=True),
+    Stage(800, NOTES_FREE, repeats=0.06, split=True),
 )
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 
@@ -180,9 +181,12 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
             weight.mul_(SCORES_GAIN)
     optimisers = (
         BatchedMuon(groups.matrices, MUON_RATE),
-        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN)] if groups.scores else []),
+        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP)] if groups.scores else []),
         torch.optim.AdamW(
-            [*groups.others, *previous.parameters()], lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
+            [*groups.others, *previous.parameters()],
+            lr=ADAM_RATE,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
         ),
     )
     schedules = [

@@ -62,10 +62,15 @@ class ContextStore:
 
     Probes that look at the same prompts share one prefill each. Contexts are values: reading one never changes it.
 
+    Attributes:
+        control: whether :meth:`donor` gives other rows than those of the prompt asked for, so that swaps may move nothing.
+
     Args:
         model: the model that runs the prompts.
         budget_bytes: contexts are dropped, least recently used first, when their rows exceed this.
     """
+
+    control = False
 
     def __init__(self, model: NoteModel, budget_bytes: int = DEFAULT_STORE_BYTES) -> None:
         self.model = model
@@ -91,3 +96,11 @@ class ContextStore:
             _, dropped = self._held.popitem(last=False)
             self._bytes -= dropped.nbytes
         return context
+
+    def donor(self, recipient: Prompt, prompt: Prompt) -> KVCache:
+        """The cache whose rows are put into the recipient's: that of ``prompt``.
+
+        A control overrides this and sets ``control``, so that its donors go through the same probes as the real ones.
+        """
+        del recipient
+        return self.get(prompt).cache

@@ -17,7 +17,7 @@ from notelens.probes.specificity import KS, Specificity
 from notelens.readout import Recovery
 from tests.oracle import probes as oracle
 from tests.probe_cases import CASES, TOLERANCE, assert_rows_make_the_table, case, grid, only, run, through_json
-from tests.tiny import FAMILIES, tiny_instance, tiny_margin
+from tests.tiny import FAMILIES, broken_direct, tiny_instance, tiny_margin
 
 PARTS = {1: [1.0], 2: [0.5, 0.5]}
 
@@ -237,6 +237,14 @@ def test_runs_and_slots_count_from_the_end() -> None:
         ("filler/1/,/1", "filler/1/punctuation#1"),
         ("filler/1/,/0", "filler/1/punctuation#0"),
     ]
+
+
+def test_a_model_that_reads_the_field_itself_has_no_notes() -> None:
+    """No row behind the field moves anything, which is a result and not a patch that failed."""
+    found = Specificity(ks=(1, 8)).run(ContextStore(broken_direct()), grid(4))
+    assert found.get("competence").estimate.value == 1.0
+    for metric, params in (("topk_recovery", {"k": 8, "ranking": "own"}), ("randk_recovery", {"k": 8})):
+        assert found.get(metric, **params).estimate.value == pytest.approx(0.0, abs=1e-3)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from notelens.context import ContextStore
 from notelens.errors import InputError
 from notelens.probes.base import DIRECTIONS, ProbeResult, field_and_downstream
 from notelens.probes.suffix_concentration import SHARES, SuffixConcentration
 from tests.oracle.probes import swap_recovery
 from tests.probe_cases import CASES, TOLERANCE, assert_rows_make_the_table, case, grid, only, run
-from tests.tiny import FORMS
+from tests.tiny import FORMS, broken_direct
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,13 @@ def test_equals_the_oracle(name: str) -> None:
                     )
                     mine = row.values[f"{key}_recovery"][at]  # type: ignore[index]
                     assert mine == pytest.approx(expected["recovery"], abs=TOLERANCE)
+
+
+def test_a_model_that_reads_the_field_itself_has_flat_curves() -> None:
+    found = SuffixConcentration().run(ContextStore(broken_direct()), grid(4))
+    assert found.get("competence").estimate.value == 1.0
+    for metric, param in (("suffix_recovery", "at_fraction"), ("random_recovery", "fraction")):
+        assert found.get(metric, **{param: 1.0}).estimate.value == pytest.approx(0.0, abs=1e-3)
 
 
 def test_the_table_comes_from_rows(result: ProbeResult) -> None:

@@ -19,8 +19,8 @@ from notelens.runs import cli
 from tests.skill_writers import TAG, toy_skill
 
 ROOT = Path(__file__).parents[1]
-KILLS = 20
-"""For every run of the tests; ``python -m tests.skill_writers 200 FOLDER`` runs more."""
+KILLS = 200
+"""Seconds of work; ``python -m tests.skill_writers 2000 FOLDER`` runs more."""
 
 
 def names(library: SkillLibrary) -> list[str]:

@@ -79,6 +79,15 @@ class AttentionAdapter(ABC):
         Cost: one rotation of what is rotary; no forward pass.
         """
 
+    def move_into(self, keys: "Tensor", values: "Tensor", delta: "Tensor", out: "tuple[Tensor, Tensor]") -> None:
+        """As :meth:`move`, written into given memory, which is apart from ``keys`` and ``values``.
+
+        Args:
+            out: memory for keys and values, of their shapes.
+        """
+        for target, moved in zip(out, self.move(keys, values, delta), strict=True):
+            target.copy_(moved)
+
     def check(self, old: "Int[Tensor, ' pos']", new: "Int[Tensor, ' pos']") -> None:
         """Check that rows may go from ``old`` to ``new`` positions.
 

@@ -24,6 +24,14 @@ class Rotated(AttentionAdapter):
             )
         return rotate(keys, delta.to(keys.device), self.facts.inv_freq, pairing=self.facts.pairing), values
 
+    def move_into(self, keys: Tensor, values: Tensor, delta: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """Turned on the way into place; one pass over keys, one copy of values."""
+        if self.facts.inv_freq is None or self.facts.axes is not None:
+            super().move_into(keys, values, delta, out)
+            return
+        rotate(keys, delta.to(keys.device), self.facts.inv_freq, pairing=self.facts.pairing, out=out[0])
+        out[1].copy_(values)
+
 
 class Unrotated(AttentionAdapter):
     """Layers without RoPE (SmolLM3's every fourth): rows carry no position."""

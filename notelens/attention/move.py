@@ -10,6 +10,7 @@ from torch import Tensor
 from notelens.attention.base import AttentionAdapter
 from notelens.attention.mrope import AXES
 from notelens.cache.kv import KVCache
+from notelens.cache.room import Room
 from notelens.errors import CacheError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -44,19 +45,12 @@ def move_rows(model: "NoteModel", cache: KVCache, positions: Int[Tensor, " pos"]
     Cost: one rotation of every key that moves; no forward pass.
     """
     new = cache.positions + positions if isinstance(positions, int) else positions.to(cache.positions)
-    if new.shape != cache.positions.shape:
-        raise CacheError(f"{len(cache)} rows but {tuple(new.shape)} positions to move them to")
-    model.geometry.check(cache, model.name)
-    delta = new - cache.positions
+    delta = _checked(model, cache, new)
     if not bool(delta.any()):
         return cache
-    if len(new) and int(new[-1]) >= model.geometry.max_positions:
-        why = f" ({model.geometry.limit})" if model.geometry.limit else ""
-        raise CacheError(f"position {int(new[-1])} is beyond the {model.geometry.max_positions} of {model.name}{why}")
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for adapter, key, value in zip(adapters(model), cache.keys, cache.values, strict=True):
-        adapter.check(cache.positions, new)
         key, value = adapter.move(key, value, delta)
         keys.append(key)
         values.append(value)
@@ -65,6 +59,42 @@ def move_rows(model: "NoteModel", cache: KVCache, positions: Int[Tensor, " pos"]
     if cache.states:
         note += "; recurrent state left behind"
     return KVCache(tuple(keys), tuple(values), new, cache.token_ids, (*cache.history, note))
+
+
+def move_rows_into(model: "NoteModel", cache: KVCache, positions: Int[Tensor, " pos"], room: Room) -> None:
+    """As :func:`move_rows`, written into memory behind the rows that are there: each row is read once and written once.
+
+    Args:
+        model, cache, positions: as for :func:`move_rows`.
+        room: memory apart from the rows of ``cache``; its ``grown`` hands the rows out.
+
+    Raises:
+        CacheError, UnsupportedModelError: as :func:`move_rows`.
+
+    Cost: one rotation of every key that moves, one copy of everything else; no forward pass.
+    """
+    delta = _checked(model, cache, positions)
+    if not bool(delta.any()):
+        room.write(cache)
+        return
+    for layer, adapter in enumerate(adapters(model)):
+        adapter.move_into(cache.keys[layer], cache.values[layer], delta, room.free(layer, len(cache)))
+
+
+def _checked(model: "NoteModel", cache: KVCache, new: Tensor) -> Tensor:
+    """By how much every row would move, once it is known that it may."""
+    if new.shape != cache.positions.shape:
+        raise CacheError(f"{len(cache)} rows but {tuple(new.shape)} positions to move them to")
+    model.geometry.check(cache, model.name)
+    delta = new - cache.positions
+    if not bool(delta.any()):
+        return delta
+    if len(new) and int(new[-1]) >= model.geometry.max_positions:
+        why = f" ({model.geometry.limit})" if model.geometry.limit else ""
+        raise CacheError(f"position {int(new[-1])} is beyond the {model.geometry.max_positions} of {model.name}{why}")
+    for adapter in adapters(model):
+        adapter.check(cache.positions, new)
+    return delta
 
 
 def move_along(model: "NoteModel", cache: KVCache, rows: Sequence[int], delta: int, axis: str) -> KVCache:
@@ -125,4 +155,4 @@ def check_readable(
     return layers
 
 
-__all__ = ["adapters", "check_readable", "move_along", "move_rows", "readable_rows"]
+__all__ = ["adapters", "check_readable", "move_along", "move_rows", "move_rows_into", "readable_rows"]

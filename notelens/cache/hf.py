@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicLayer,
     EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -62,15 +63,28 @@ def empty_cache(n_hybrid: int = 0) -> DynamicCache:
     return out
 
 
-def to_transformers(cache: KVCache, *, batch: int = 1) -> DynamicCache:
-    """A transformers cache with a copy of the rows of ``cache``, repeated ``batch`` times; ``cache`` stays unchanged.
+def to_transformers(cache: KVCache, *, batch: int = 1, share: bool = False) -> DynamicCache:
+    """A transformers cache with the rows of ``cache``, repeated ``batch`` times; ``cache`` stays unchanged.
 
     The recurrent state behind the last row goes with it, where there is one.
+
+    Args:
+        cache: the rows.
+        batch: how often each is repeated.
+        share: hand the tensors over instead of a copy. A dynamic layer appends by making new tensors, so running a model leaves
+            ``cache`` as it is; whoever writes into the layers' tensors must not ask for it.
     """
     state = cache.states.get(len(cache))
-    out = empty_cache(cache.n_layers if state is not None else 0)
+    out = DynamicCache()
+    out.layers = [DynamicLayer() for _ in cache.keys] if state is None else _hybrid_layers(cache.n_layers)
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        out.update(k.unsqueeze(0).expand(batch, -1, -1, -1), v.unsqueeze(0).expand(batch, -1, -1, -1), layer)
+        k, v = (t.unsqueeze(0).expand(batch, -1, -1, -1) for t in (k, v))
+        if share:
+            store: Any = out.layers[layer]
+            store.lazy_initialization(k, v)
+            store.keys, store.values = k, v
+        else:
+            out.update(k, v, layer)
         if state is not None:
             _put_state(out.layers[layer], state.conv[layer], state.scan[layer], batch)
     return out

@@ -3,12 +3,16 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from notelens.errors import CacheError, NonFiniteError
+
+if TYPE_CHECKING:
+    from notelens.cache.room import Room
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class RecurrentState:
 class KVCache:
     """Keys and values of every layer for one sequence, with the absolute position and id of every row.
 
-    Nothing in the library writes to the tensors: running a model from a cache leaves it as it is, and every operation
+    Nothing in the library writes to rows that are there: running a model from a cache leaves it as it is, and every operation
     returns a new cache that may share rows with the old one.
 
     Attributes:
@@ -38,6 +42,7 @@ class KVCache:
         token_ids: id of the token of every row.
         history: empty for an exact cache (equal to a fresh prefill of ``token_ids``); otherwise what was done to it.
         states: of hybrids, the recurrent state behind the first ``n`` rows, for some ``n``; empty for other models.
+        room: memory that the rows are views of and that further rows may be written into, where there is some.
 
     Raises:
         CacheError: lengths, shapes, dtypes or devices disagree, or positions do not increase.
@@ -49,6 +54,7 @@ class KVCache:
     token_ids: tuple[int, ...]
     history: tuple[str, ...] = ()
     states: Mapping[int, RecurrentState] = field(default_factory=dict)
+    room: "Room | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):

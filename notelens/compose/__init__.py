@@ -19,6 +19,7 @@ _LAZY = {
     "Calibration": "notelens.compose.link",
     "Linked": "notelens.compose.linked",
     "compare": "notelens.compose.fidelity",
+    "first_token": "notelens.compose.timing",
 }
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "compile_skill",
     "compose",
     "composer",
+    "first_token",
     "fit_link",
 ]
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from notelens.compose.registry import composer as composer
     from notelens.compose.skill import Skill as Skill
     from notelens.compose.skill import compile_skill as compile_skill
+    from notelens.compose.timing import first_token as first_token
 
 
 def __getattr__(name: str) -> Any:

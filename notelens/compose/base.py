@@ -3,6 +3,9 @@
 **Chunks.** A composition is a row of chunks at positions 0, 1, 2, ... without gaps. A *text* chunk is run on top of everything
 before it. A *spliced* chunk brings rows that were computed elsewhere; what happens to them is the composer's business.
 
+**Memory.** The rows of a composition are written once: the first splice behind something takes memory for all rows
+(:mod:`notelens.cache.room`), spliced keys are turned on their way into it, and text is run on it without a copy.
+
 **Budget.** One formula for all composers: a row computed in one layer costs ``1 / n_layers`` tokens.
 ``tokens_text`` is what text chunks cost (the same for every composer), ``tokens_recomputed`` what the composer ran for
 spliced chunks, ``recompute_share`` the latter over all spliced tokens. Rotating keys costs no tokens. What compiling a
@@ -15,18 +18,21 @@ the history empty, and a contract test compares them with a fresh prefill.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from notelens.attention.move import move_rows
+from notelens.attention.move import move_rows, move_rows_into
 from notelens.cache.kv import KVCache
-from notelens.cache.ops import concat, slice_rows
+from notelens.cache.ops import slice_rows
+from notelens.cache.room import room_behind
 from notelens.compose.skill import Skill
 from notelens.context import Context
 from notelens.errors import ComposeError
+from notelens.intervene.run_rows import extend
 from notelens.models.base import NoteModel
 from notelens.prompt import Prompt, Span
 from notelens.spans import token_texts
@@ -39,16 +45,27 @@ class Chunk:
     Attributes:
         label: what messages, history and spans call it.
         token_ids: its tokens.
-        rows: rotated rows at the positions where they were computed; ``None`` for text.
+        stored: rows at the positions where they were computed, as they are stored; ``None`` for text.
         skill: the skill it comes from, if any.
         shared: rows at the beginning of the composition in front of anything spliced from elsewhere.
+        total: rows of the whole composition, where it is known.
+        model: whose rows they are; needed where the skill is stored unrotated.
     """
 
     label: str
     token_ids: tuple[int, ...]
-    rows: KVCache | None = None
+    stored: KVCache | None = None
     skill: Skill | None = None
     shared: int = 0
+    total: int = 0
+    model: NoteModel | None = None
+
+    @cached_property
+    def rows(self) -> KVCache | None:
+        """Rotated rows at the positions where they were computed; turned once, when asked for, where stored unrotated."""
+        if self.skill is None or self.skill.scheme == "rotated" or self.model is None:
+            return self.stored
+        return self.skill.in_place(self.model)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -229,9 +246,8 @@ class Composer(ABC):
         cost, pieces = Cost(), list[Piece]()
         for chunk in chunks:
             start = len(cache) if cache is not None else 0
-            if chunk.rows is None:
-                out = model.prefill(chunk.token_ids, cache)
-                cache, hidden = out.cache, out.hidden
+            if chunk.stored is None:
+                cache, hidden = run_text(model, cache, chunk.token_ids)
                 cost = replace(cost, tokens_text=cost.tokens_text + len(chunk))
             else:
                 placed = self.splice(model, cache, chunk)
@@ -245,24 +261,36 @@ class Composer(ABC):
                     tokens_recomputed=cost.tokens_recomputed + placed.tokens,
                     tokens_compiled=cost.tokens_compiled + compiled,
                 )
-            pieces.append(Piece(chunk.label, start, start + len(chunk), chunk.rows is not None))
+            pieces.append(Piece(chunk.label, start, start + len(chunk), chunk.stored is not None))
         assert cache is not None
         return Composed(cache, tuple(pieces), self.method, replace(cost, n_tokens=len(cache)), hidden)
 
 
+def run_text(
+    model: NoteModel, before: KVCache | None, token_ids: Sequence[int]
+) -> tuple[KVCache, Float[Tensor, " d_model"]]:
+    """``before`` with text run behind it, and the final-norm output of its last token.
+
+    Rows go straight into the memory of the composition where it has one; a hybrid's recurrent layers take the plain way.
+    """
+    if before is None or before.room is None or model.family.recurrent:
+        out = model.prefill(token_ids, before)
+        return out.cache, out.hidden
+    return extend(model, before, token_ids)
+
+
 def fits_here(before: KVCache | None, chunk: Chunk) -> bool:
     """Whether the chunk's rows are, unmoved, what a fresh prefill behind ``before`` would compute."""
-    assert chunk.rows is not None
+    assert chunk.stored is not None
     n_before = len(before) if before is not None else 0
     positions = torch.arange(n_before, n_before + len(chunk), dtype=torch.int64)
-    if not torch.equal(chunk.rows.positions, positions):
+    if not torch.equal(chunk.stored.positions, positions):
         return False
     if before is None:
-        return chunk.rows.exact
+        return chunk.stored.exact
     attended = chunk.skill.prefix_ids if chunk.skill is not None and chunk.skill.condition != "isolated" else None
-    whole = (
-        len(chunk.rows.history) <= 1
-    )  # only that it attended to a prefix: neither the prefix nor the rows were approximate
+    # only that it attended to a prefix: neither the prefix nor the rows were approximate
+    whole = len(chunk.stored.history) <= 1
     return before.exact and whole and attended == before.token_ids
 
 
@@ -271,24 +299,39 @@ def shifted(model: NoteModel, before: KVCache | None, chunk: Chunk) -> KVCache:
 
     Raises:
         CacheError: a position is beyond the model's.
+
+    Cost: each row is read once and written once.
     """
-    assert chunk.rows is not None
+    assert chunk.stored is not None
     start = len(before) if before is not None else 0
     positions = torch.arange(start, start + len(chunk), dtype=torch.int64)
     history: tuple[str, ...] = ()
     if not fits_here(before, chunk):
-        offset = start - int(chunk.rows.positions[0])
-        history = (f"{chunk.label}: {len(chunk)} rows from elsewhere, moved by {offset}", *chunk.rows.history)
-    if chunk.skill is not None and chunk.skill.scheme == "unrotated":
-        return joined(before, chunk.skill.at(model, start), history)  # rotated once, from the unrotated rows
-    return joined(before, move_rows(model, chunk.rows, positions), history)
+        offset = start - int(chunk.stored.positions[0])
+        history = (f"{chunk.label}: {len(chunk)} rows from elsewhere, moved by {offset}", *chunk.stored.history)
+    bare = chunk.skill if chunk.skill is not None and chunk.skill.scheme == "unrotated" else None
+    if before is None:
+        rows = move_rows(model, chunk.stored, positions) if bare is None else bare.at(model, start)
+        return joined(None, rows, history)
+    room, before = room_behind(before, len(chunk), chunk.total)
+    if bare is None:
+        move_rows_into(model, chunk.stored, positions, room)
+    else:
+        bare.at_into(model, start, room)  # rotated once, from the unrotated rows
+    return room.grown(before, positions, chunk.token_ids, (*before.history, *history))
 
 
-def joined(before: KVCache | None, rows: KVCache, history: tuple[str, ...]) -> KVCache:
-    """``before`` with ``rows``, which stand at their positions, behind it; ``history`` is added to that of ``before``."""
+def joined(before: KVCache | None, rows: KVCache, history: tuple[str, ...], total: int = 0) -> KVCache:
+    """``before`` with ``rows``, which stand at their positions, behind it; ``history`` is added to that of ``before``.
+
+    Args:
+        total: rows of the whole composition, where it is known.
+    """
     if before is None:
         return rows.replace_tensors(rows.keys, rows.values, history=history)
-    return concat(before, rows, history=(*before.history, *history))
+    room, before = room_behind(before, len(rows), total)
+    room.write(rows)
+    return room.grown(before, rows.positions, rows.token_ids, (*before.history, *history))
 
 
 def whole_number(name: str, value: str | None, default: int) -> int:
@@ -313,6 +356,7 @@ __all__ = [
     "Placed",
     "fits_here",
     "joined",
+    "run_text",
     "shifted",
     "whole_number",
 ]

@@ -27,9 +27,9 @@ class FullPrefill(Composer):
         n_spliced = n_text = 0
         for chunk in chunks:
             pieces.append(
-                Piece(chunk.label, n_text + n_spliced, n_text + n_spliced + len(chunk), chunk.rows is not None)
+                Piece(chunk.label, n_text + n_spliced, n_text + n_spliced + len(chunk), chunk.stored is not None)
             )
-            n_spliced += len(chunk) if chunk.rows is not None else 0
-            n_text += len(chunk) if chunk.rows is None else 0
+            n_spliced += len(chunk) if chunk.stored is not None else 0
+            n_text += len(chunk) if chunk.stored is None else 0
         cost = Cost(len(out.cache), n_spliced, float(n_text), float(n_spliced))
         return Composed(out.cache, tuple(pieces), self.method, cost, out.hidden)

@@ -127,7 +127,7 @@ def fit_link(
             f"{len(calibrations)}, {k}, {rank}"
         )
     skill.check(model)
-    chunk = Chunk(skill.name, skill.token_ids, skill.in_place(model), skill)
+    chunk = Chunk(skill.name, skill.token_ids, skill.onto(model).cache, skill.onto(model), model=model)
     start, n = int(skill.cache.positions[0]), len(skill)
     samples = [_run(model, chunk, c, i) for i, c in enumerate(calibrations)]
     targets = torch.stack([_flat(_difference(model, s.full, s.stale, range(n), n, start)) for s in samples])

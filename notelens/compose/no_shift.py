@@ -25,4 +25,4 @@ class NoShift(Composer):
             history = (f"{chunk.label}: {len(chunk)} rows from elsewhere, keys {wrong} positions behind", *rows.history)
         positions = torch.arange(start, start + len(chunk), dtype=torch.int64)
         labelled = KVCache(rows.keys, rows.values, positions, rows.token_ids, rows.history)
-        return Placed(joined(before, labelled, history), 0.0)
+        return Placed(joined(before, labelled, history, chunk.total), 0.0)

@@ -46,7 +46,7 @@ def resolve(model: NoteModel, parts: Sequence[Part]) -> list[Chunk]:
         )
     _warn_windows(model, chunks)
     shared = _shared(chunks)
-    return [replace(c, shared=shared) if c.rows is not None else c for c in _distinct(chunks)]
+    return [replace(c, shared=shared, total=total) if c.stored is not None else c for c in _distinct(chunks)]
 
 
 def merged_borders(model: NoteModel, chunks: Sequence[Chunk]) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def _chunk(model: NoteModel, part: Any, index: int, *, first: bool) -> Chunk:
         if not len(part):
             raise ComposeError(f"{what}: skill {part.name!r} has no rows")
         check_bos(model, part.token_ids, f"skill {part.name!r}")
-        return Chunk(part.name, part.token_ids, part.in_place(model), part)
+        return Chunk(part.name, part.token_ids, part.onto(model).cache, part.onto(model), model=model)
     if isinstance(part, Context | Composed | KVCache):
         cache = part if isinstance(part, KVCache) else part.cache
         label = part.prompt.id if isinstance(part, Context) else f"cache{index}"
@@ -127,7 +127,7 @@ def _warn_windows(model: NoteModel, chunks: Sequence[Chunk]) -> None:
     """Say where a chunk is longer than a sliding window: its early rows are kept, and later tokens do not see them there."""
     windows = [g.window for g in model.geometry.layers if g.window is not None]
     for chunk in chunks:
-        if windows and chunk.rows is not None and len(chunk) > min(windows):
+        if windows and chunk.stored is not None and len(chunk) > min(windows):
             n_layers = sum(len(chunk) > w for w in windows)
             logger.warning(
                 "%s has %d rows, more than the window of %d in %d of %d layers; all rows are kept and the mask enforces the "
@@ -139,8 +139,8 @@ def _shared(chunks: Sequence[Chunk]) -> int:
     """Rows of leading text, or of a leading cache that stands at its own place and is exact."""
     shared = 0
     for index, chunk in enumerate(chunks):
-        own = chunk.rows is not None and index == 0 and chunk.skill is None and fits_here(None, chunk)
-        if chunk.rows is not None and not own:
+        own = chunk.stored is not None and index == 0 and chunk.skill is None and fits_here(None, chunk)
+        if chunk.stored is not None and not own:
             break
         shared += len(chunk)
     return shared if shared < sum(map(len, chunks)) else 0

@@ -1,5 +1,7 @@
 """Chunks that attended to the text which every context begins with, though not to what stands between."""
 
+from dataclasses import replace
+
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import slice_rows
 from notelens.compose.base import Chunk, Composer, Placed, shifted
@@ -35,5 +37,5 @@ class PrefixConditioned(Composer):
                     model, chunk.token_ids, name="conditioned", condition="prefix", prefix=prefix
                 )
             skill = self._compiled[key]
-        own = Chunk(chunk.label, chunk.token_ids, skill.in_place(model), skill, chunk.shared)
+        own = replace(chunk, stored=skill.cache, skill=skill)
         return Placed(shifted(model, before, own), 0.0, compiled=float(len(chunk)))

@@ -9,16 +9,17 @@ then they are rotated once, when they are placed, and do not depend on how often
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from notelens.attention.move import adapters, move_rows
+from notelens.attention.move import adapters, move_rows, move_rows_into
 from notelens.cache.artefact import CONDITIONS, SCHEMES, ModelTag, SkillFile, SkillHeader, check_model, check_name
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import slice_rows
+from notelens.cache.room import Room
 from notelens.compose.tag import model_tag
 from notelens.errors import ArtefactError, CacheError, ComposeError, UnsupportedModelError
 from notelens.models.base import NoteModel
@@ -93,17 +94,44 @@ class Skill:
 
         Cost: one rotation of its keys; no forward pass.
         """
-        self.check(model)
-        rows = _onto(self.cache, model)
+        rows = self.onto(model).cache
         if self.scheme == "rotated":
             return move_rows(model, rows, start - int(rows.positions[0]))
+        return _turn(model, self._standing(model, rows, start), forward=True)
+
+    def at_into(self, model: NoteModel, start: int, room: Room) -> None:
+        """As :meth:`at`, written into memory behind the rows that are there.
+
+        Raises:
+            ArtefactError, CacheError: as :meth:`at`.
+        """
+        rows = self.onto(model).cache
+        standing = self._standing(model, rows, start)
+        if self.scheme == "rotated":
+            move_rows_into(model, rows, standing.positions, room)
+            return
+        for layer, adapter in enumerate(adapters(model)):
+            steps = standing.positions.to(rows.device)
+            adapter.move_into(rows.keys[layer], rows.values[layer], steps, room.free(layer, len(rows)))
+
+    def onto(self, model: NoteModel) -> "Skill":
+        """The skill with its rows on the model's device; the same object where they already are.
+
+        Raises:
+            ArtefactError: the skill belongs to another model, tokenizer, type or RoPE table.
+        """
+        self.check(model)
+        return self if self.cache.device == model.device else replace(self, cache=_onto(self.cache, model))
+
+    def _standing(self, model: NoteModel, rows: KVCache, start: int) -> KVCache:
+        """The rows, as they are stored, under the positions from ``start`` on."""
         if start < 0 or start + len(rows) > model.geometry.max_positions:
             raise CacheError(
                 f"rows at {start}..{start + len(rows) - 1} are not within the {model.geometry.max_positions} positions of "
                 f"{model.name}"
             )
         positions = torch.arange(start, start + len(rows), dtype=torch.int64)
-        return _turn(model, KVCache(rows.keys, rows.values, positions, rows.token_ids, rows.history), forward=True)
+        return KVCache(rows.keys, rows.values, positions, rows.token_ids, rows.history)
 
     def in_place(self, model: NoteModel) -> KVCache:
         """Its rows where they were computed, keys rotated."""

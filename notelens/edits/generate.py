@@ -73,7 +73,7 @@ def generate(
     model = context.model
     ends = set(stop_ids(context) if stop is None else stop)
     generator = torch.Generator().manual_seed(seed) if seed is not None else None
-    store = to_transformers(context.rows.join())
+    store = to_transformers(context.rows.join(), share=True)
     n, hidden, ids, stopped = len(context), context.hidden, list[int](), False
     decoder = model.family.decoder(model.hf)
     while len(ids) < max_tokens:

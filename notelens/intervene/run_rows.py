@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from notelens.cache.kv import KVCache
+from notelens.cache.room import Room, room_behind
 from notelens.cache.rows import Rows, Segment
 from notelens.errors import CacheError, NonFiniteError, PatchError, UnsupportedModelError
 from notelens.intervene.narrowing import Narrowing, deviation, narrowed
@@ -107,9 +108,10 @@ _ACTIVE: contextvars.ContextVar[_Pass | None] = contextvars.ContextVar("notelens
 class _LayeredCache(Cache):
     """Hands a layer its cached rows followed by the new ones, and keeps the new ones."""
 
-    def __init__(self, base: tuple[Segment, ...]) -> None:
+    def __init__(self, base: tuple[Segment, ...], room: Room | None = None) -> None:
         super().__init__(layers=[])
         self.base = Rows(base) if base else None
+        self.room = room
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
@@ -119,7 +121,13 @@ class _LayeredCache(Cache):
         self.new[layer_idx] = (key_states[0].detach(), value_states[0].detach())
         if self.base is None:
             return key_states, value_states
-        keys, values = self.base.layer(layer_idx, extra=self.new[layer_idx])
+        if self.room is not None:
+            free = self.room.free(layer_idx, key_states.shape[2])
+            for target, new in zip(free, self.new[layer_idx], strict=True):
+                target.copy_(new)
+            keys, values = self.room.upto(layer_idx, self.room.filled + key_states.shape[2])
+        else:
+            keys, values = self.base.layer(layer_idx, extra=self.new[layer_idx])
         return keys[None], values[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -146,6 +154,7 @@ def run_rows(
     apart: bool = False,
     watch: Watch | None = None,
     narrow: Narrowing | None = None,
+    room: Room | None = None,
 ) -> RowsRun:
     """Run tokens at positions ``at`` on top of cached rows, in one pass.
 
@@ -159,6 +168,8 @@ def run_rows(
         watch: called with attention probabilities; costs the plain softmax instead of the fused kernel.
         narrow: which rows go on from layer to layer (it is told their positions); the others keep their *cached* rows from
             there on, and are read by them.
+        room: memory that holds all of ``cached`` and nothing else: new rows are written behind them, and no layer is copied
+            (see :func:`extend`).
 
     Raises:
         PatchError: no tokens, other positions than tokens, positions that do not increase, or rows to narrow that are not
@@ -184,10 +195,12 @@ def run_rows(
         )
     if narrow is not None and (apart or cached is None or not set(at) <= set(cached.positions.tolist())):
         raise PatchError("rows can only be narrowed where all of them are cached, and not with apart")
+    if narrow is not None and room is not None:
+        raise PatchError("rows that are narrowed are cached ones; they are not written behind the others")
     base = _base(cached, at, apart)
     device = model.device
     query = torch.tensor(list(at), device=device)
-    store = _LayeredCache(base)
+    store = _LayeredCache(base, room)
     state = _Pass(
         query=query,
         columns=torch.cat([*_positions(base, device), query]),
@@ -242,6 +255,25 @@ def _whole(state: _Pass, layer: int, at: Tensor) -> tuple[Tensor, Tensor]:
 def _positions(base: Sequence[Segment], device: torch.device) -> list[Tensor]:
     """Positions of every segment."""
     return [s.source.positions[s.start : s.stop].to(device) for s in base]
+
+
+def extend(model: NoteModel, before: KVCache, token_ids: Sequence[int]) -> tuple[KVCache, Float[Tensor, " d_model"]]:
+    """Tokens run behind a cache, their rows written into its memory; with the final-norm output of the last one.
+
+    Args:
+        before: a cache; its memory is grown where it ends there, otherwise its rows are copied once.
+        token_ids: run at the positions behind it.
+
+    Raises:
+        as :func:`run_rows`.
+
+    Cost: the tokens. Attention reads the rows where they are.
+    """
+    room, before = room_behind(before, len(token_ids))
+    start = before.next_position
+    at = range(start, start + len(token_ids))
+    done = run_rows(model, Rows.of(before), token_ids, at, room=room)
+    return room.grown(before, done.rows.positions, done.rows.token_ids, before.history), done.hidden
 
 
 def _base(cached: Rows | None, at: Sequence[int], apart: bool) -> tuple[Segment, ...]:
@@ -328,4 +360,4 @@ AttentionInterface.register(KERNEL, _attend)
 AttentionMaskInterface.register(KERNEL, _no_mask)
 
 
-__all__ = ["KERNEL", "RowsRun", "Watch", "run_rows"]
+__all__ = ["KERNEL", "RowsRun", "Watch", "extend", "run_rows"]

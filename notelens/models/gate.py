@@ -280,7 +280,7 @@ class _Probe:
 
     def bridge_cache(self) -> tuple[float, float, str]:
         past = slice_rows(self.full.cache, 0, N_TOKENS - 1)
-        store = to_transformers(past)
+        store = to_transformers(past, share=True)
         ids = torch.tensor([self.ids[-1:]], device=self.model.device)
         with torch.no_grad():
             logits, after = self.model.bridge(ids, past_key_values=store, return_type="logits_and_cache")

@@ -65,13 +65,14 @@ def load(
     """Load a model and admit it.
 
     Args:
-        name: an embedded model (``smollm2``), an organism (``organism-qwen3``), a local folder, or a Hugging Face id.
+        name: an embedded model (``smollm2``, ``gemma3-270m``), an organism (``organism-qwen3``), a local folder, or a
+            Hugging Face id.
         revision: commit of a hub model.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         device: ``cpu`` or ``cuda``.
         attention: ``sdpa`` or ``eager``; by default what the family allows (soft-capped attention runs eager only).
         quant: ``int8``, ``int4`` or ``fp8``: quantise the weights of linear layers (extra ``quant``).
-        competence: merge the competence adapter into an embedded model.
+        competence: merge the competence adapter into an embedded model; without one it is called ``NAME-bare``.
         allow_ungated: return the model although it fails the gate; every record then says so.
         cache_dir: for converted weights and gate reports.
         dry_run: instead of the model, a small random one of the same architecture with the embedded tokenizer.
@@ -106,7 +107,7 @@ def load(
         loaded, tokenizer = load_embedded(name, competence=competence, dtype=DTYPES[dtype], cache_dir=root)
         hf: Any = loaded
         hf.to(device)
-        label, revision = (name if competence else f"{name}-bare"), None
+        label, revision = (name if competence and EMBEDDED[name].adapter else f"{name}-bare"), None
     elif name in organism_specs():
         small, tokenizer = load_organism(name, dtype=DTYPES[dtype])
         hf = small

@@ -167,7 +167,7 @@ class HFNoteModel:
         if past is not None:
             self._check_past(past)
         store = (
-            to_transformers(past)
+            to_transformers(past, share=True)
             if past is not None and len(past)
             else empty_cache(self.geometry.n_layers if self._family.recurrent else 0)
         )

@@ -82,7 +82,7 @@ def architecture(name: str) -> str:
         InputError: none of these.
     """
     if name in EMBEDDED:
-        return "llama"
+        return EMBEDDED[name].model_type
     if name in organism_specs():
         return str(organism_specs()[name].card["config"]["model_type"])
     if name in FAMILIES:

@@ -117,7 +117,7 @@ class Injection(Probe):
         oriented, downstream = ends(pair, swapped.direction), sorted(order)
         chosen = {"ranked": order, "end": downstream[::-1], "front": downstream}
         sites = [Site(tuple(chosen[name][:k])) for name in ORDERS for k in self.doses]
-        donors = [store.get(oriented.new).cache]
+        donors = [store.donor(oriented.old, oriented.new)]
         (f, r), live = next((cell, p) for cell, p in instance.cells.items() if p is oriented.old)
         grid: dict[str, Prompt] = {}
         for name, cell, positions in (

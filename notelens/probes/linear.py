@@ -11,6 +11,7 @@ on a 30-layer model), a closed form takes 2 to 5 ms where an iterative solver ta
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from sklearn.linear_model import Ridge
 from sklearn.model_selection import GroupKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from notelens.errors import InputError, NonFiniteError
 
@@ -61,6 +62,12 @@ class Tally:
     correct: float
     total: int
     skipped: Mapping[str, int]
+
+
+@cache
+def _threads() -> ThreadpoolController:
+    """Thread pools of the linear algebra libraries; looking for them takes as long as a fit, so they are looked for once."""
+    return ThreadpoolController()
 
 
 def make_readout(alpha: float) -> Pipeline:
@@ -165,7 +172,7 @@ class ReadOut:
         total = dict.fromkeys(self.labels, 0)
         skipped: dict[str, dict[str, int]] = {name: {} for name in self.labels}
         # matrices this small take 6 times longer when two threads share them (measured: 22 against 3.7 ms a fit)
-        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True), threadpool_limits(1):
+        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True), _threads().limit(limits=1):
             for (train, test), plan in zip(self.folds, self._plan, strict=True):
                 for name, (_, reasons) in plan.items():
                     for reason, count in reasons.items():

@@ -23,6 +23,7 @@ Cost for each pair: 2 prefills, about 2 x (positions + 170) one-token readers in
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from notelens.context import ContextStore
@@ -133,8 +134,12 @@ class Specificity(Probe):
         field, downstream = field_and_downstream(pair)
         singles = single_effects(store, pair)
         rows: list[Row] = []
-        for direction, swapped in swap_pair(store, pair, [Site(downstream)]).items():
-            check_fired(swapped, f"specificity {pair.id}")
+        every = Site(
+            (*field, *downstream)
+        )  # where the decision reads the field itself, rows behind it may move nothing
+        for direction, both in swap_pair(store, pair, [Site(downstream), every]).items():
+            check_fired(both, f"specificity {pair.id}")
+            swapped = replace(both, recoveries=both.recoveries[:1])
             values = end_values(swapped) | _token_facts(pair, direction, downstream, instance)
             values["field_positions"] = list(field)
             if swapped.excluded is None:

@@ -95,7 +95,7 @@ class SuffixConcentration(Probe):
             PatchError: no swap, not even one of all rows, moved the margin.
         """
         instance, pair = item.payload
-        _, downstream = field_and_downstream(pair)
+        field, downstream = field_and_downstream(pair)
         counts = [max(1, round(share * len(downstream))) for share in self.shares]
         sites: dict[Direction, list[Site]] = {}
         for direction in DIRECTIONS:
@@ -103,6 +103,7 @@ class SuffixConcentration(Probe):
             for k in counts:
                 draws = random_draws(downstream, k, self.n_draws, f"{self.seed}/{item.id}/{direction}/{k}")
                 mine += [Site(downstream[-k:]), Site(downstream[:k]), *(Site(draw) for draw in draws)]
+            mine.append(Site((*field, *downstream)))  # moves the margin also where only the field is read
         rows: list[Row] = []
         for direction, swapped in swap_pair(store, pair, sites).items():
             check_fired(swapped, f"{self.name} {pair.id}")

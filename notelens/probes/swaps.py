@@ -29,6 +29,7 @@ class Swapped:
         recipient, donor: unpatched margins towards the donor's answer.
         excluded: why recoveries are undefined, or ``None``.
         recoveries: one per site, in order; present also when excluded (their margins then still mean something).
+        control: the rows came from other donors than the pair's.
     """
 
     direction: Direction
@@ -36,6 +37,7 @@ class Swapped:
     donor: float
     excluded: str | None
     recoveries: tuple[Recovery, ...]
+    control: bool = False
 
     @property
     def competent(self) -> bool:
@@ -131,14 +133,14 @@ def swap_pair(
     runs: dict[Direction, tuple[float, list[float]]] = {}
     for direction in DIRECTIONS:
         oriented = ends(pair, direction)
-        donors = [store.get(oriented.new).cache]
+        donors = [store.donor(oriented.old, oriented.new)]
         runs[direction] = margins(store, store.get(oriented.old), donors, by_direction[direction], oriented.answer_ids)
     found: dict[Direction, Swapped] = {}
     for direction in DIRECTIONS:
         base, patched = runs[direction]
         donor = -runs[opposite(direction)][0]  # towards this direction's donor
         recoveries = tuple(Recovery(base, donor, m) for m in patched)
-        found[direction] = Swapped(direction, base, donor, exclusion(base, donor), recoveries)
+        found[direction] = Swapped(direction, base, donor, exclusion(base, donor), recoveries, store.control)
     return found
 
 
@@ -157,13 +159,17 @@ def single_effects(store: ContextStore, pair: Pair) -> dict[Direction, Swapped]:
 
 
 def check_fired(swapped: Swapped, what: str) -> None:
-    """Refuse a set of swaps, one of them of all rows that differ, of which none moved the margin.
+    """Refuse a set of swaps, one of them of all rows that differ, of which none moved the margin; a control may do that.
 
     Raises:
         PatchError: every patched margin is the unpatched one (up to rounding) although the two ends decide differently.
     """
     still = NO_EFFECT * (swapped.donor - swapped.recipient)
-    if swapped.competent and all(abs(r.patched - r.recipient) <= still for r in swapped.recoveries):
+    if (
+        swapped.competent
+        and not swapped.control
+        and all(abs(r.patched - r.recipient) <= still for r in swapped.recoveries)
+    ):
         raise PatchError(
             f"{what}: {len(swapped.recoveries)} swaps, among them one of all rows, leave the margin at "
             f"{swapped.recipient:.4f}; the patches did not reach the attention of this model"

