@@ -22,6 +22,7 @@ from experiments.edit_harness import Line, Stage, Sums
 from notelens.agents import EveryTurns, Never, OnDrift, Session, break_even
 from notelens.agents.anchor import Policy
 from notelens.compose import Skill, compile_skill
+from notelens.edits.context import EditableContext
 from notelens.errors import AnswerError, ComposeError, ConfigError, EditError
 from notelens.models.base import NoteModel
 from notelens.prompt import Prompt
@@ -71,25 +72,44 @@ def policy_skill(model: NoteModel, prompt: Prompt) -> Skill:
     return compile_skill(model, prompt.token_ids[start:stop], name="policy")
 
 
-def open_session(model: NoteModel, case: SessionCase, text: str) -> Session:
-    """The session of an arm at its first value."""
-    arm = Arm.parse(text)
-    options = dict(arm.options)
-    reanchor, composed = options.pop("reanchor", None), options.pop("composed", None)
-    prompt = case.prompts[case.order[0]]
-    return Session.from_prompt(
-        model, prompt, {"field": case.name},
-        method=f"{arm.method}@{arm.k}" if arm.k else arm.method, options=options,
-        skills=() if composed is None else (policy_skill(model, prompt),), composer=composed or "seam@4",
-        reanchor=policy_of(reanchor),
-    )  # fmt: skip
+class Starts:
+    """The first prefill of a case, shared by the sessions of all arms; each is charged for it."""
+
+    def __init__(self, model: NoteModel, prompt: Prompt, name: str) -> None:
+        self.model, self.prompt, self.name = model, prompt, name
+        self._known: dict[bool, EditableContext] = {}
+
+    def context(self, record: bool) -> EditableContext:
+        """With or without a record of reads. Cost the first time: a prefill."""
+        if record not in self._known:
+            self._known[record] = EditableContext.from_prompt(
+                self.model, self.prompt, {"field": self.name}, record=record
+            )
+        return self._known[record]
+
+    def session(self, text: str) -> Session:
+        """The session of an arm."""
+        arm = Arm.parse(text)
+        options = dict(arm.options)
+        reanchor, composed = options.pop("reanchor", None), options.pop("composed", None)
+        return Session.from_prompt(
+            self.model, self.prompt, {"field": self.name},
+            method=f"{arm.method}@{arm.k}" if arm.k else arm.method, options=options,
+            skills=() if composed is None else (policy_skill(self.model, self.prompt),), composer=composed or "seam@4",
+            reanchor=policy_of(reanchor), context=None if composed is not None else self.context(arm.method == "auto"),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, model: NoteModel, case: SessionCase) -> "Starts":
+        """At the first value of a case."""
+        return cls(model, case.prompts[case.order[0]], case.name)
 
 
-def arm_rows(model: NoteModel, case: SessionCase, text: str, base: Baselines) -> list[Row]:
+def arm_rows(case: SessionCase, text: str, base: Baselines, starts: Starts) -> list[Row]:
     """One row per turn of an arm; a refusal is a row with its reason."""
     rows: list[Row] = []
     try:
-        session = open_session(model, case, text)
+        session = starts.session(text)
         for turn, v in enumerate(case.order):
             seen = len(session.report().turns) if turn else 0
             if turn and session.values[case.name] != case.values[v]:
@@ -139,8 +159,9 @@ def measure_session(model: NoteModel, case: SessionCase, arms: Sequence[str]) ->
                 "full_tokens": base.corrected[v].tokens, "full_ms": base.corrected[v].ms, "errata_ms": other.ms, "drift": None,
                 "exact": True, "reanchored": False, "nbytes": 0, "prompt_tokens": other.tokens,
             })  # fmt: skip
+    starts = Starts.of(model, case)
     for arm in arms:
-        rows += arm_rows(model, case, arm, base)
+        rows += arm_rows(case, arm, base, starts)
     return rows
 
 
@@ -267,12 +288,12 @@ def lines_of(name: str, config: AgentConfig, stage: Stage, rows: Sequence[Row], 
 
 __all__ = [
     "ERRATA",
+    "Starts",
     "arm_rows",
     "by_session",
     "equivalence",
     "lines_of",
     "measure_session",
-    "open_session",
     "oracle_line",
     "paired",
     "per_session",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.agent_cases import FULL, AgentConfig, Baselines, SessionCase
-from experiments.agent_harness import arm_rows, facts, lines_of
+from experiments.agent_harness import Starts, arm_rows, facts, lines_of
 from experiments.edit_arms import Row
 from experiments.edit_harness import Line, Stage, Sums, main
 from notelens.agents import tau2
@@ -72,8 +72,9 @@ class Tau2Retail:
         oracle = base.right(case)
         reason = None if all(oracle) else "full prefill wrong"
         rows: list[Row] = [{**facts(case), "method": FULL, "oracle": sum(oracle) / len(oracle), "excluded": reason}]
+        starts = Starts.of(model, case)
         for arm in config.arms:
-            rows += [{**r, "excluded": r["excluded"] or reason} for r in arm_rows(model, case, arm, base)]
+            rows += [{**r, "excluded": r["excluded"] or reason} for r in arm_rows(case, arm, base, starts)]
         return rows
 
     def aggregate(self, config: Tau2Config, stage: Stage, rows: Sequence[Row]) -> list[Line]:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from experiments.agent_cases import FULL, AgentConfig, SessionCase
-from experiments.agent_harness import equivalence, oracle_line, paired, policy_of
-from experiments.edit_arms import Arm, Row
+from experiments.agent_harness import Starts, equivalence, oracle_line, paired
+from experiments.edit_arms import Row
 from experiments.edit_cases import Case, gated_cases, instance_cases
 from experiments.edit_harness import Line, Stage, Sums, main
 from experiments.organism_cases import of_length, scene_case
@@ -153,21 +153,15 @@ def _retail(tokenizer: Any, episode: Any, policy: bool) -> Episode:
     return Episode(case, choices, fresh)
 
 
-def play(model: NoteModel, episode: Episode, text: str) -> Row:
+def play(episode: Episode, text: str, starts: Starts) -> Row:
     """One episode with one arm: changes of the world become updates, then the agent calls.
 
     ``full_prefill`` prefills the corrected prompt at every change. A refusal by the edit method is a row with its reason.
     """
     case = episode.case
-    arm = Arm.parse(text)
-    options = dict(arm.options)
-    policy = policy_of(options.pop("reanchor", None))
     row: Row = {"item": case.id, "family": case.id, "domain": case.family, "method": text, "turn": 0}
     try:
-        session = Session.from_prompt(
-            model, case.prompts[case.order[0]], {"field": case.name}, options=options, reanchor=policy,
-            method=f"{arm.method}@{arm.k}" if arm.k else arm.method,
-        )  # fmt: skip
+        session = starts.session(text)
         change, call = episode.world()
         for v in case.order[1:]:
             change(case.values[v])
@@ -207,16 +201,17 @@ class ToolEnv:
 
     def measure(self, model: NoteModel, config: ToolConfig, stage: Stage, case: Episode) -> list[Row]:
         """Full prefill first, before and behind the change; then the arms."""
-        last = play(model, case, "full_prefill")
+        starts = Starts.of(model, case.case)
+        last = play(case, FULL, starts)
         start = Episode(_still(case.case), case.choices, case.world)
-        first = play(model, start, "full_prefill")
+        first = play(start, FULL, starts)
         oracle = (bool(first.get("right")) + bool(last.get("right"))) / 2
         last |= {"oracle": oracle, "right_all": bool(last.get("right"))}
         if last["excluded"] is None and oracle < 1:
             last["excluded"] = "full prefill wrong"
         rows = [last]
         for arm in config.arms:
-            row = play(model, case, arm)
+            row = play(case, arm, starts)
             row["right_all"] = bool(row.get("right"))
             if row["excluded"] is None and oracle < 1:
                 row["excluded"] = "full prefill wrong"

@@ -8,7 +8,7 @@ import torch
 
 from experiments.agent import Agent
 from experiments.agent_cases import AgentConfig, Baselines, SessionCase, session_case, session_cases
-from experiments.agent_harness import arm_rows, measure_session, policy_of
+from experiments.agent_harness import Starts, arm_rows, measure_session, policy_of
 from experiments.edit_cases import instance_cases
 from experiments.edit_harness import Stage, run
 from experiments.horizon import Horizon
@@ -105,10 +105,11 @@ def test_tokens_of_a_session_are_those_that_ran(tiny: Any) -> None:
     base = Baselines.of(tiny, case)
     n = len(case.prompts[0])
     assert [p.tokens for p in base.corrected] == [n, n] and [p.tokens for p in base.errata] == [n + 6, n + 6]
-    rows = arm_rows(tiny, case, "in_place", base)
+    starts = Starts.of(tiny, case)
+    rows = arm_rows(case, "in_place", base, starts)
     assert [r["tokens"] for r in rows] == [n, 2, 2, 2, 2, 2]
     assert [r["value"] for r in rows] == [0, 1, 0, 1, 0, 1] and all(r["full_tokens"] == n for r in rows)
-    every = arm_rows(tiny, case, "in_place reanchor=every:2", base)
+    every = arm_rows(case, "in_place reanchor=every:2", base, starts)
     assert [r["tokens"] for r in every] == [n, 2, 2 + n, 2, 2 + n, 2]
     assert rows[0]["cosine"] == pytest.approx(1.0)
 
@@ -127,9 +128,10 @@ def test_sessions_in_the_organisms_language(organism: Any) -> None:
     base = Baselines.of(organism, case)
     line = len(organism.tokenizer.encode(fill(ERRATUM, case.name, case.values[0]), add_special_tokens=False))
     assert len(base.errata) == 2 and base.errata[0].tokens == base.corrected[0].tokens + line
+    starts = Starts.of(organism, case)
     assert measure_session(organism, case, config.arms)[0]["method"] == "full_prefill"
     for arm in config.arms:
-        rows = arm_rows(organism, case, arm, base)
+        rows = arm_rows(case, arm, base, starts)
         assert len(rows) == 3 and rows[0]["excluded"] is None, rows
         if arm == "erratum":
             assert all(r["same_errata"] and r["exact"] for r in rows), "an erratum is exact for its own prompt"
@@ -176,7 +178,7 @@ def test_organisms_write_their_calls(organism: Any) -> None:
     change(new)
     assert "stale state" in str(call(f"{episode.case.answers[0]}({label} = {old})"))
     assert call(f"{episode.case.answers[1]} ( {label} = {new} )") is None
-    row = play(organism, episode, "erratum")
+    row = play(episode, "erratum", Starts.of(organism, episode.case))
     assert row["excluded"] is None and row["decoded"] <= 8 and row["tokens"] > 0
 
 

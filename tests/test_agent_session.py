@@ -117,6 +117,13 @@ def test_a_session_of_a_prompt(tiny: Any) -> None:
     value = pair.new.tokens[pair.new.positions("field")[0]]
     session.update(seal=value)
     assert session.ask().turn.tokens_run == 0 and session.context.tokens.ids == pair.new.token_ids
+    shared = EditableContext.from_prompt(tiny, pair.old, {"field": "seal"}, record=False)
+    twin = Session.from_prompt(tiny, pair.old, {"field": "seal"}, method="full_suffix", context=shared)
+    twin.update(seal=value)
+    assert twin.context.rows.join().digest() == session.context.rows.join().digest() and shared.values != twin.values
+    assert [t.total_tokens for t in twin.report().turns][:2] == [t.total_tokens for t in session.report().turns][:2]
+    with pytest.raises(AgentError, match="not one of prompt"):
+        Session.from_prompt(tiny, pair.new, {"field": "seal"}, context=shared)
     other = session.ask("w3 w4 .")
     assert other.turn.tokens_run == 5, "the request of three words and the template behind it"
 

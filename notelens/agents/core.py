@@ -101,9 +101,10 @@ class SessionCore:
     def _record(self, record: bool | None) -> bool:
         return self.method.partition("@")[0] == "auto" if record is None else record
 
-    def _start(self, context: EditableContext, request: str, started: float) -> None:
-        ms = 1e3 * (time.perf_counter() - started)
-        turn = self._turn("build", context, ms, tokens=context.build_tokens, reused=len(context) - context.build_tokens)
+    def _start(self, context: EditableContext, request: str, ms: float) -> None:
+        turn = self._turn(
+            "build", context, ms, tokens=context.build_tokens, reused=max(0, len(context) - context.build_tokens)
+        )
         self._state = State(context, request, (turn,))
 
     # --- what it is -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from notelens.agents.anchor import Policy
 from notelens.agents.core import Reply, SessionCore, State, Tool, ToolResult, leading, passed_ms
 from notelens.agents.prompt import Changed, advance, build, checked, fresh, with_log, with_request, with_values
 from notelens.compose.skill import Skill
+from notelens.edits.context import EditableContext
 from notelens.edits.text import FieldText
 from notelens.errors import AgentError, ToolError
 from notelens.models.base import NoteModel
@@ -82,7 +83,8 @@ class Session(SessionCore):
         self._begin(model, made, request, method, options, reanchor, tools)
         started = time.perf_counter()
         skills = tuple({id(p): p for p in parts if isinstance(p, Skill)}.values())
-        self._start(build(model, made, skills, composer=composer, record=self._record(record)), request, started)
+        context = build(model, made, skills, composer=composer, record=self._record(record))
+        self._start(context, request, passed_ms(started))
 
     @classmethod
     def from_prompt(
@@ -98,6 +100,7 @@ class Session(SessionCore):
         reanchor: Policy | None = None,
         tools: Mapping[str, Tool] | None = None,
         record: bool | None = None,
+        context: EditableContext | None = None,
     ) -> "Session":
         """A session of a prompt with spans.
 
@@ -107,12 +110,13 @@ class Session(SessionCore):
             names: span name to field name.
             method, options, composer, reanchor, tools, record: as for the class.
             skills: compiled texts that stand in the prompt.
+            context: the prompt with these fields, prefilled; sessions may begin with the same one, and each is charged for it.
 
         Raises:
-            AgentError: the prompt has no request.
+            AgentError: the prompt has no request, or the context is one of another prompt or model.
             FieldError, SeamError: as :meth:`~notelens.edits.text.FieldText.from_prompt`.
 
-        Cost: one prefill.
+        Cost: one prefill; none where ``context`` is given.
         """
         made = FieldText.from_prompt(model.tokenizer, prompt, names)
         n = sum(label == "request" for label in prompt.regions)
@@ -131,9 +135,15 @@ class Session(SessionCore):
             tools,
         )
         started = time.perf_counter()
-        context = build(model, made, skills, composer=composer, record=session._record(record))
+        if context is None:
+            context = build(model, made, skills, composer=composer, record=session._record(record))
+            context = replace(context, build_ms=passed_ms(started))
+        elif context.model is not model or context.text != made:
+            raise AgentError(
+                f"the context is not one of prompt {prompt.id!r} with this model; leave it out or build it anew"
+            )
         request = tail[: len(tail) - len(session._closing)]
-        session._start(context, request, started)
+        session._start(context, request, context.build_ms)
         return session
 
     # --- turns ------------------------------------------------------------------------------------------------------------
