@@ -149,6 +149,13 @@ class Baselines:
                 break
         return cls(tuple(prefill(model, t) for t in texts), tuple(errata))
 
+    def with_errata(self, case: SessionCase, turn: int) -> Prefill | None:
+        """The prompt of a turn with errata, without any until a value has changed; ``None`` where there are none."""
+        if not self.errata:
+            return None
+        v = case.order[turn]
+        return self.errata[v] if any(w != case.order[0] for w in case.order[: turn + 1]) else self.corrected[v]
+
     def right(self, case: SessionCase) -> list[bool]:
         """Whether the corrected prompt is answered right, per value that the session uses."""
         return [self.corrected[v].top == case.answer_ids[v] for v in sorted(set(case.order))]

@@ -2,7 +2,7 @@
 
 **Arms** are written as in the editing experiments (``method[@K] [option=value ...]``) with two more options:
 ``reanchor=every:10`` or ``reanchor=drift:0.05`` (default: never), and ``composed=seam@4``: the longest run of filler (the
-policy) is compiled once and spliced.
+policy) is compiled once and spliced; what compiling costs is paid once for all sessions and is not in their accounts.
 
 **Baselines** prefill at every turn: the *corrected* prompt (the value in its place), and the prompt with the *same appended
 errata*. Both have as many distinct prompts as the field has values; each is prefilled once, and its time and tokens are charged
@@ -117,7 +117,7 @@ def arm_rows(case: SessionCase, text: str, base: Baselines, starts: Starts) -> l
             reply = session.ask()
             spent = session.report().turns[seen:]
             other = base.corrected[v]
-            errata = base.errata[v] if base.errata and turn else (other if base.errata else None)
+            errata = base.with_errata(case, turn)
             rows.append({
                 **facts(case), "method": text, "turn": turn, "value": v, "right": reply.token_id == case.answer_ids[v],
                 "same": reply.token_id == other.top, "same_errata": None if errata is None else reply.token_id == errata.top,
@@ -151,7 +151,8 @@ def measure_session(model: NoteModel, case: SessionCase, arms: Sequence[str]) ->
     rows = [first]
     for turn, v in enumerate(case.order):
         if base.errata:
-            other = base.errata[v] if turn else base.corrected[v]
+            other = base.with_errata(case, turn)
+            assert other is not None
             rows.append({
                 **facts(case), "method": ERRATA, "turn": turn, "value": v, "right": other.top == case.answer_ids[v],
                 "same": other.top == base.corrected[v].top, "same_errata": True, "tokens": other.tokens, "ms": other.ms,

@@ -106,6 +106,7 @@ def test_tokens_of_a_session_are_those_that_ran(tiny: Any) -> None:
     n = len(case.prompts[0])
     assert [p.tokens for p in base.corrected] == [n, n] and [p.tokens for p in base.errata] == [n + 6, n + 6]
     starts = Starts.of(tiny, case)
+    assert base.with_errata(case, 0) is base.corrected[0] and base.with_errata(case, 2) is base.errata[0]
     rows = arm_rows(case, "in_place", base, starts)
     assert [r["tokens"] for r in rows] == [n, 2, 2, 2, 2, 2]
     assert [r["value"] for r in rows] == [0, 1, 0, 1, 0, 1] and all(r["full_tokens"] == n for r in rows)
