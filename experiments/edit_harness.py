@@ -254,7 +254,7 @@ def run(
     model: NoteModel,
     *,
     seconds: float | None = None,
-    source: Callable[[NoteModel, EditConfig, Stage], list[Case]] = cases_of,
+    source: Callable[[NoteModel, Any, Stage], list[Any]] = cases_of,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
     """Measure, or continue where ``out`` holds the beginning of this run.

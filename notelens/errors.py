@@ -102,3 +102,23 @@ class WindowError(EditError):
 
 class BudgetError(EditError):
     """A repair needs more tokens than its budget allows, or more rows than there are."""
+
+
+class AgentError(InputError):
+    """A session cannot do what was asked; it is as it was before the call."""
+
+
+class ContextOverflowError(AgentError):
+    """The prompt would need more positions than the model has; nothing was run."""
+
+
+class ToolError(AgentError):
+    """A tool raised, or gave back something that is no result; its error is the cause of this one."""
+
+
+class CheckoutError(InputError):
+    """A folder of somebody else's data is missing, or does not hold what its reader expects."""
+
+
+class RefusedError(AgentError):
+    """An environment refused a call because its precondition does not hold; nothing was changed."""

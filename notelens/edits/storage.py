@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ SCHEMA = 1
 HEADER = "notelens_editable_context"
 
 
-def save(context: EditableContext, path: str | Path) -> Path:
+def save(context: EditableContext, path: str | Path, *, more: Mapping[str, str] | None = None) -> Path:
     """Write a context, its mark included. The file appears complete or not at all.
+
+    Args:
+        context: what is written.
+        path: of the file.
+        more: further entries of the file's metadata, which :func:`load` leaves alone.
 
     Raises:
         CacheError: the folder does not exist.
@@ -59,7 +65,9 @@ def save(context: EditableContext, path: str | Path) -> Path:
         "build_ms": context.build_ms,
     }
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    save_file({name: t.clone() for name, t in tensors.items()}, part, metadata={HEADER: json.dumps(header)})
+    save_file(
+        {name: t.clone() for name, t in tensors.items()}, part, metadata={**(more or {}), HEADER: json.dumps(header)}
+    )
     part.replace(path)
     return path
 

@@ -34,6 +34,7 @@ from notelens.stats.estimate import (
 )
 from notelens.stats.rates import cluster_rate, wilson
 from notelens.stats.significance import Equivalence, benjamini_hochberg, holm, mcnemar_exact, tost_paired
+from notelens.stats.trend import cluster_slope
 
 __all__ = [
     "BCA_UNDEFINED",
@@ -56,6 +57,7 @@ __all__ = [
     "benjamini_hochberg",
     "cluster_bootstrap",
     "cluster_rate",
+    "cluster_slope",
     "cluster_statistic",
     "gap_recovered",
     "holm",
