@@ -23,7 +23,7 @@ from notelens.tasks.organism import (
     pairings,
     vocabulary,
 )
-from notelens.tasks.organism_text import KIND_FORMS, LOOKUP_REQUEST, Scene, scene_pieces, target_text
+from notelens.tasks.organism_text import KIND_FORMS, LOOKUP_REQUEST, Scene, scene_pieces, target_text, words
 from notelens.tasks.render import Order
 from notelens.tasks.scenarios import Family
 
@@ -60,17 +60,13 @@ class Mix:
 
 
 FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
-BARE = Mix(
-    {"gated": 0.4, "multi_hop": 0.2, "two_fact": 0.15, "update": 0.2, "lookup": 0.05},
-    {"act": 0.7, "think": 0.2, "call": 0.1},
-    0.3, 0, 2, bare=True,
-)  # fmt: skip
-EASY = Mix({"gated": 0.7, "lookup": 0.3}, {"act": 1.0}, 0.0, 2, 3)
+BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
+EASY = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.0, 8, 0)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
-    {"gated": 0.4, "multi_hop": 0.2, "two_fact": 0.15, "update": 0.15, "lookup": 0.1},
+    {"gated": 0.5, "multi_hop": 0.15, "two_fact": 0.1, "update": 0.15, "lookup": 0.1},
     {"act": 0.6, "think": 0.2, "call": 0.2},
-    0.4, 4, 3,
+    0.3, 6, 2,
 )  # fmt: skip
 
 
@@ -244,6 +240,9 @@ def first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene,
         n_lines=rng.randint(0, mix.lines) if lines is None else lines,
         fact_holds=rng.random() < 0.6,
     )
+    said = {*values, *actions}
+    clear = tuple(o for o in scene.others if o[1] not in said or scene.fact is not None)
+    scene = replace(scene, others=clear, n_before=min(scene.n_before, len(clear)))
     if mix.bare:
         scene = replace(scene, others=scene.others[: len(scene.others) if scene.fact else 0], asides=())
         scene = replace(scene, n_before=min(scene.n_before, len(scene.others)))
@@ -262,9 +261,17 @@ def _pooled(rng: random.Random, families: Sequence[Family], family: Family) -> t
 
 @cache
 def free_words() -> tuple[str, ...]:
-    """Words that training may use as any value or action: all but held-out values and the words of the grammar."""
+    """Words that training may use as any value or action: known values and actions of every family, intermediate words.
+
+    Words of filler lines are not among them: with a rule about Friday and a line that mentions Friday, having seen a word says
+    nothing, and that a field is what the rule asks for is learnt from having seen it.
+    """
     families = organism_families()
-    taken = {v for f in families for v in (*f.values[N_TRAINED:], f.label, f.record)} | set(grammar_words())
+    lines = {w for f in families for t in (*f.filler, *f.requests) for w in words([t.replace("{", " ").replace("}", " ")])}
+    slots = {w for f in families for k, values in f.slots.items() if k != "intermediate" for w in values}
+    taken = (
+        {v for f in families for v in (*f.values[N_TRAINED:], f.label, f.record)} | set(grammar_words()) | lines | slots
+    )
     return tuple(w for w in vocabulary() if w not in taken)
 
 
@@ -300,6 +307,7 @@ def _pick(rng: random.Random, weights: Mapping[str, float]) -> str:
 __all__ = [
     "BARE",
     "EASY",
+    "FIRST",
     "FULL",
     "NOTES_FREE",
     "Batch",
@@ -307,6 +315,7 @@ __all__ = [
     "Sample",
     "collate",
     "conversation",
+    "first_scene",
     "recognised",
     "repeated",
 ]

@@ -102,7 +102,7 @@ def tool_episodes(model: NoteModel, config: ToolConfig, stage: Stage) -> list[Ep
         return [_retail(tokenizer, e, config.policy) for e in episodes(config.n, config.seed)]
     if config.environment == "organism":
         task = OrganismLanguage(
-            split=config.split, kinds=config.kinds, forms=config.forms, order=config.order, mode="call"
+            split=config.split, kinds=config.kinds or ("gated",), forms=config.forms, order=config.order, mode="call"
         )
         found: list[Episode] = []
         for scene in task.scenes(config.n, config.seed):

@@ -84,21 +84,12 @@ class Stage:
 REPEATS = (
     Stage(500, None, phrases=5, until=0.9, recognise=0.0),
     Stage(200, None, phrases=16, until=0.95, recognise=0.0),
-    Stage(200, None, phrases=8, until=0.95, recognise=0.6),
+    Stage(300, None, phrases=8, until=0.95, recognise=0.6),
+    Stage(200, None, phrases=24, until=0.95, recognise=0.6),
 )
-PLAN = (
-    *REPEATS,
-    Stage(1200, FIRST, until=0.97),
-    Stage(1200, BARE, repeats=0.06, until=0.97),
-    Stage(700, FULL, repeats=0.06),
-    Stage(300, FULL, repeats=0.06, long=0.4),
-)
-NOTES_FREE_PLAN = (
-    *REPEATS,
-    Stage(1200, FIRST, until=0.97),
-    Stage(600, EASY, until=0.97),
-    Stage(800, NOTES_FREE, repeats=0.06, split=True),
-)
+RULES = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97), Stage(800, EASY, until=0.97))
+PLAN = (*REPEATS, *RULES, Stage(700, FULL, repeats=0.06, long=0.1), Stage(300, FULL, repeats=0.06, long=0.4))
+NOTES_FREE_PLAN = (*REPEATS, *RULES, Stage(800, NOTES_FREE, repeats=0.06, split=True))
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 
 
