@@ -12,7 +12,18 @@ import torch
 
 import notelens
 from experiments.organism_card import Cell, claims, measure, pooled
-from experiments.organism_data import EASY, FULL, NOTES_FREE, Sample, collate, conversation, first_scene, repeated
+from experiments.organism_data import (
+    BARE,
+    EASY,
+    FIRST,
+    FULL,
+    NOTES_FREE,
+    Sample,
+    collate,
+    conversation,
+    first_scene,
+    repeated,
+)
 from experiments.organism_models import ARCHITECTURES, MAX_PARAMETERS, SHARED, build
 from experiments.organism_split import split_batch
 from experiments.train_organisms import Source, Stage, losses, save, train
@@ -46,7 +57,9 @@ def text_of(ids: list[int]) -> str:
 
 
 class TestData:
-    @pytest.mark.parametrize("mix", [EASY, FULL, NOTES_FREE], ids=["easy", "full", "notes_free"])
+    @pytest.mark.parametrize(
+        "mix", [FIRST, BARE, EASY, FULL, NOTES_FREE], ids=["first", "bare", "easy", "full", "notes_free"]
+    )
     def test_every_answer_is_what_the_conversation_says(self, vocab: dict[str, int], mix: Any) -> None:
         rng = random.Random(0)
         turns = 0
@@ -59,7 +72,7 @@ class TestData:
                 )
                 assert read(f"{said}\n") == text_of([sample.ids[at]]), before
                 turns += 1
-        assert turns >= (150 if mix is NOTES_FREE else 250)
+        assert turns >= (250 if mix.turns else 150)
 
     def test_only_answers_are_supervised(self, vocab: dict[str, int]) -> None:
         rng = random.Random(1)
