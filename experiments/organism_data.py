@@ -62,6 +62,7 @@ class Mix:
 FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
 BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
 EASY = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.0, 8, 0)
+TURNS = Mix({"gated": 0.65, "update": 0.25, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.3, 8, 2)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
     {"gated": 0.5, "multi_hop": 0.15, "two_fact": 0.1, "update": 0.15, "lookup": 0.1},
@@ -267,7 +268,9 @@ def free_words() -> tuple[str, ...]:
     nothing, and that a field is what the rule asks for is learnt from having seen it.
     """
     families = organism_families()
-    lines = {w for f in families for t in (*f.filler, *f.requests) for w in words([t.replace("{", " ").replace("}", " ")])}
+    lines = {
+        w for f in families for t in (*f.filler, *f.requests) for w in words([t.replace("{", " ").replace("}", " ")])
+    }
     slots = {w for f in families for k, values in f.slots.items() if k != "intermediate" for w in values}
     taken = (
         {v for f in families for v in (*f.values[N_TRAINED:], f.label, f.record)} | set(grammar_words()) | lines | slots
@@ -310,6 +313,7 @@ __all__ = [
     "FIRST",
     "FULL",
     "NOTES_FREE",
+    "TURNS",
     "Batch",
     "Mix",
     "Sample",

@@ -30,6 +30,7 @@ from experiments.organism_data import (
     FIRST,
     FULL,
     NOTES_FREE,
+    TURNS,
     Batch,
     Mix,
     Sample,
@@ -88,7 +89,13 @@ REPEATS = (
     Stage(200, None, phrases=24, until=0.95, recognise=0.6),
 )
 RULES = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97), Stage(800, EASY, until=0.97))
-PLAN = (*REPEATS, *RULES, Stage(700, FULL, repeats=0.06, long=0.1), Stage(300, FULL, repeats=0.06, long=0.4))
+PLAN = (
+    *REPEATS,
+    *RULES,
+    Stage(800, TURNS, repeats=0.06, long=0.1, until=0.97),
+    Stage(700, FULL, repeats=0.06, long=0.1),
+    Stage(300, FULL, repeats=0.06, long=0.4),
+)
 NOTES_FREE_PLAN = (*REPEATS, *RULES, Stage(800, NOTES_FREE, repeats=0.06, split=True))
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 

@@ -18,6 +18,7 @@ from experiments.organism_data import (
     FIRST,
     FULL,
     NOTES_FREE,
+    TURNS,
     Sample,
     collate,
     conversation,
@@ -58,7 +59,9 @@ def text_of(ids: list[int]) -> str:
 
 class TestData:
     @pytest.mark.parametrize(
-        "mix", [FIRST, BARE, EASY, FULL, NOTES_FREE], ids=["first", "bare", "easy", "full", "notes_free"]
+        "mix",
+        [FIRST, BARE, EASY, TURNS, FULL, NOTES_FREE],
+        ids=["first", "bare", "easy", "turns", "full", "notes_free"],
     )
     def test_every_answer_is_what_the_conversation_says(self, vocab: dict[str, int], mix: Any) -> None:
         rng = random.Random(0)
