@@ -51,7 +51,8 @@ class BatchedMuon(torch.optim.Optimizer):
                 for (p, _), wide in zip(items, whole, strict=True):
                     p.mul_(1 - group["lr"] * WEIGHT_DECAY)
                     p.add_(wide if p.shape[0] <= p.shape[1] else wide.T, alpha=-size)
-                    p.mul_(min(1.0, group["cap"] / float(p.square().mean().sqrt())))
+                    if group["cap"] < math.inf:
+                        p.mul_((group["cap"] / p.square().mean().sqrt()).clamp(max=1.0))
 
 
 def orthogonalised(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Organisms: small models of many families, trained from scratch on one language, shipped with the library.
+"""Organisms: small models of many families, trained from scratch on one language, loaded from the folder ``weights``.
 
-Every organism is a few hundred thousand parameters in bfloat16, trained by ``experiments/train_organisms.py`` with one command
+Every organism is about a million parameters in bfloat16, trained by ``experiments/train_organisms.py`` with one command
 and one seed; its card (Markdown for people, JSON for programs) lies beside the weights and holds its config, how it was
 trained and its accuracy on held-out prompts of every kind. All of them share one word-level tokenizer.
 """
