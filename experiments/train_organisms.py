@@ -121,7 +121,8 @@ class Source:
         size = BARE_BATCH if stage.mix.bare else BATCH
         n = round(stage.repeats * size)
         samples = self.similar(stage.mix, size - n)
-        return [*samples, *(self.repeat(stage) for _ in range(n))], n
+        longest = max(len(s.ids) for s in samples)  # longer repetitions would pad every conversation
+        return [*samples, *(self.repeat(stage, longest) for _ in range(n))], n
 
     def similar(self, mix: Mix, n: int) -> list[Sample]:
         """``n`` conversations of similar length, so that little is padded; made for eight batches at once."""
@@ -133,9 +134,9 @@ class Source:
             self.ready[key] = batches
         return self.ready[key].pop()
 
-    def repeat(self, stage: Stage) -> Sample:
+    def repeat(self, stage: Stage, longest: int | None = None) -> Sample:
         """Phrases in random order, again and again; or words to be recognised."""
-        length = PHRASE_TOKENS * stage.phrases
+        length = min(PHRASE_TOKENS * stage.phrases, longest or 10**9)
         if self.rng.random() < stage.recognise:
             labels = self.vocab["match"], self.vocab["differ"]
             return recognised(self.rng, self.words, self.vocab["<s>"], labels, length)
