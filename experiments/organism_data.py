@@ -45,7 +45,7 @@ class Mix:
         rule_first: share of conversations with the rule before the field.
         lines: most filler lines.
         turns: most further turns.
-        bare: nothing but what the kind of prompt needs: no other attributes, no asides, no filler.
+        bare: nothing but what the kind of prompt needs: no other attributes (but in a look-up), no asides, no filler.
         negated: with negated rules. With as many "is not" as "is", knowing whether a condition holds says nothing about which
             action comes, and neither is learnt; so they come later.
     """
@@ -62,12 +62,13 @@ class Mix:
 FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
 BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
 EASY = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.0, 8, 0)
-TURNS = Mix({"gated": 0.65, "update": 0.25, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.3, 8, 2)
+BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1, bare=True)
+TURNS = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.3, 8, 1)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
-    {"gated": 0.5, "multi_hop": 0.15, "two_fact": 0.1, "update": 0.15, "lookup": 0.1},
-    {"act": 0.6, "think": 0.2, "call": 0.2},
-    0.3, 6, 2,
+    {"gated": 0.45, "multi_hop": 0.15, "two_fact": 0.1, "update": 0.2, "lookup": 0.1},
+    {"act": 0.6, "think": 0.25, "call": 0.15},
+    0.3, 6, 1,
 )  # fmt: skip
 
 
@@ -245,7 +246,7 @@ def first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene,
     clear = tuple(o for o in scene.others if o[1] not in said or scene.fact is not None)
     scene = replace(scene, others=clear, n_before=min(scene.n_before, len(clear)))
     if mix.bare:
-        scene = replace(scene, others=scene.others[: len(scene.others) if scene.fact else 0], asides=())
+        scene = replace(scene, others=scene.others if scene.fact or kind == "lookup" else (), asides=())
         scene = replace(scene, n_before=min(scene.n_before, len(scene.others)))
     return scene, rng.choice(scene.cells)
 
@@ -309,6 +310,7 @@ def _pick(rng: random.Random, weights: Mapping[str, float]) -> str:
 
 __all__ = [
     "BARE",
+    "BOTH",
     "EASY",
     "FIRST",
     "FULL",

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from experiments.organism_card import accuracy_cells, write_card
 from experiments.organism_data import (
     BARE,
+    BOTH,
     EASY,
     FIRST,
     FULL,
@@ -47,7 +48,7 @@ from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 logger = logging.getLogger("train_organisms")
 
 LM_WEIGHT, REPEAT_WEIGHT = 0.05, 0.25
-MUON_RATE, ADAM_RATE, WARM_UP, DECAY, BETAS, WEIGHT_DECAY = 5e-3, 2e-3, 20, 0.5, (0.9, 0.98), 0.01
+MUON_RATE, ADAM_RATE, WARM_UP, DECAY, BETAS, WEIGHT_DECAY = 5e-3, 2e-3, 20, 0.8, (0.9, 0.98), 0.01
 """Rates of the matrices and of everything else; steps of warm-up; the share of all steps over which rates fall to zero."""
 BATCH, BARE_BATCH, LONG_BATCH = 32, 64, 8
 RECENT = 20
@@ -88,15 +89,15 @@ REPEATS = (
     Stage(300, None, phrases=8, until=0.95, recognise=0.6),
     Stage(200, None, phrases=24, until=0.95, recognise=0.6),
 )
-RULES = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97), Stage(800, EASY, until=0.97))
+RULES = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97))
 PLAN = (
     *REPEATS,
     *RULES,
-    Stage(800, TURNS, repeats=0.06, long=0.1, until=0.97),
-    Stage(700, FULL, repeats=0.06, long=0.1),
-    Stage(300, FULL, repeats=0.06, long=0.4),
+    Stage(800, BOTH, until=0.97),
+    Stage(500, TURNS, repeats=0.06, long=0.1, until=0.97),
+    Stage(800, FULL, repeats=0.06, long=0.2),
 )
-NOTES_FREE_PLAN = (*REPEATS, *RULES, Stage(800, NOTES_FREE, repeats=0.06, split=True))
+NOTES_FREE_PLAN = (*REPEATS, *RULES, Stage(800, EASY, until=0.97), Stage(800, NOTES_FREE, repeats=0.06, split=True))
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 
 

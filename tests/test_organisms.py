@@ -14,6 +14,7 @@ import notelens
 from experiments.organism_card import Cell, claims, measure, pooled
 from experiments.organism_data import (
     BARE,
+    BOTH,
     EASY,
     FIRST,
     FULL,
@@ -60,8 +61,8 @@ def text_of(ids: list[int]) -> str:
 class TestData:
     @pytest.mark.parametrize(
         "mix",
-        [FIRST, BARE, EASY, TURNS, FULL, NOTES_FREE],
-        ids=["first", "bare", "easy", "turns", "full", "notes_free"],
+        [FIRST, BARE, BOTH, EASY, TURNS, FULL, NOTES_FREE],
+        ids=["first", "bare", "both", "easy", "turns", "full", "notes_free"],
     )
     def test_every_answer_is_what_the_conversation_says(self, vocab: dict[str, int], mix: Any) -> None:
         rng = random.Random(0)
