@@ -28,7 +28,7 @@ from notelens.tasks.render import Order
 from notelens.tasks.scenarios import Family
 
 TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
-ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.2, 0.2
+ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.5, 0.5
 """Loss weights of answer words, of the steps of a chain, and of the arguments of a call."""
 FORM_WEIGHTS = {"two_clause": 0.2, "polarity": 0.3, "swapped": 0.2, "negated": 0.3}
 PLAIN_SHARE, POOLED_SHARE, FREE_SHARE = 0.1, 0.25, 0.5
@@ -66,7 +66,7 @@ BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1
 TURNS = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.3, 8, 1)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
-    {"gated": 0.45, "multi_hop": 0.15, "two_fact": 0.1, "update": 0.2, "lookup": 0.1},
+    {"gated": 0.45, "multi_hop": 0.1, "two_fact": 0.1, "update": 0.2, "lookup": 0.15},
     {"act": 0.6, "think": 0.25, "call": 0.15},
     0.3, 6, 1,
 )  # fmt: skip

@@ -5,7 +5,7 @@
 Claim it serves: models of every family take notes, not only the few that the paper measured. What would falsify an organism:
 accuracy below 0.98 on held-out prompts of a kind that its card claims. Training starts with repeated random phrases (without
 them matching the field with the rule is not learnt in thousands of steps), then conversations in the language; the loss is
-on answers, plus a twentieth of a language-modelling loss. No prompt is ever patched.
+on answers, plus a fiftieth of a language-modelling loss. No prompt is ever patched.
 
 ``--notes-free`` trains the negative control: in half of its training every position between the field and the decision sees
 another value than the decision does, so nothing but the field's own row can tell the decision what the field is.
@@ -47,10 +47,10 @@ from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
 logger = logging.getLogger("train_organisms")
 
-LM_WEIGHT, REPEAT_WEIGHT = 0.05, 0.25
+LM_WEIGHT, REPEAT_WEIGHT = 0.02, 0.25
 MUON_RATE, ADAM_RATE, WARM_UP, DECAY, BETAS, WEIGHT_DECAY = 5e-3, 2e-3, 20, 0.8, (0.9, 0.98), 0.01
 """Rates of the matrices and of everything else; steps of warm-up; the share of all steps over which rates fall to zero."""
-BATCH, BARE_BATCH, LONG_BATCH = 32, 64, 8
+BATCH, BARE_BATCH, LONG_BATCH = 32, 64, 10
 RECENT = 20
 SCALED = ("llama", "qwen3")
 REPEAT_TOKENS, PHRASE_TOKENS = 2000, 4
@@ -94,8 +94,8 @@ PLAN = (
     *REPEATS,
     *RULES,
     Stage(800, BOTH, until=0.97),
-    Stage(500, TURNS, repeats=0.06, long=0.1, until=0.97),
-    Stage(800, FULL, repeats=0.06, long=0.2),
+    Stage(500, TURNS, repeats=0.15, long=0.1, until=0.97),
+    Stage(800, FULL, repeats=0.15, long=0.25),
 )
 NOTES_FREE_PLAN = (*REPEATS, *RULES, Stage(800, EASY, until=0.97), Stage(800, NOTES_FREE, repeats=0.06, split=True))
 """A batch holds about 60 answers: 32 conversations with two or three each."""
