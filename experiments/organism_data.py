@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from notelens.spans import PLAIN_CUE
+from notelens.spans import PLAIN_CUE, Piece
 from notelens.tasks.organism import (
     N_TRAINED,
     grammar_words,
@@ -24,7 +24,7 @@ from notelens.tasks.organism import (
     vocabulary,
 )
 from notelens.tasks.organism_text import KIND_FORMS, LOOKUP_REQUEST, Scene, scene_pieces, target_text, words
-from notelens.tasks.render import Order
+from notelens.tasks.render import Order, rule_pieces
 from notelens.tasks.scenarios import Family
 
 TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
@@ -45,7 +45,9 @@ class Mix:
         rule_first: share of conversations with the rule before the field.
         lines: most filler lines.
         turns: most further turns.
-        bare: nothing but what the kind of prompt needs: no other attributes (but in a look-up), no asides, no filler.
+        bare: nothing but what the kind of prompt needs: no asides, no filler, and other attributes only with ``record``.
+        rules: most rules about attributes that no record has, beside the one that decides.
+        record: share of conversations whose record has up to eleven attributes.
         negated: with negated rules. With as many "is not" as "is", knowing whether a condition holds says nothing about which
             action comes, and neither is learnt; so they come later.
     """
@@ -55,6 +57,8 @@ class Mix:
     rule_first: float
     lines: int
     turns: int
+    rules: int = 0
+    record: float = 0.0
     bare: bool = False
     negated: bool = True
 
@@ -63,12 +67,20 @@ FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, n
 BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
 EASY = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.0, 8, 0)
 BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1, bare=True)
-TURNS = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.3, 8, 1)
+TURNS = Mix(
+    {"gated": 0.6, "update": 0.25, "lookup": 0.15},
+    {"act": 0.8, "think": 0.1, "call": 0.1},
+    0.4,
+    6,
+    1,
+    rules=2,
+    record=0.1,
+)
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
     {"gated": 0.45, "multi_hop": 0.1, "two_fact": 0.1, "update": 0.2, "lookup": 0.15},
     {"act": 0.6, "think": 0.25, "call": 0.15},
-    0.3, 6, 1,
+    0.4, 6, 1, rules=2, record=0.15,
 )  # fmt: skip
 
 
@@ -114,7 +126,7 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
     sample = Sample()
     plain = rng.random() < PLAIN_SHARE
     sample.add(vocab, "<s>" if plain else "<s><user>")
-    for piece in scene_pieces(scene, cell, mode):
+    for piece in among_rules(rng, scene, scene_pieces(scene, cell, mode), rng.randint(0, mix.rules)):
         if piece.span == "field":
             sample.field_at = len(sample.ids)
         sample.add(vocab, piece.text)
@@ -221,13 +233,7 @@ def first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene,
     forms = {f: w for f, w in FORM_WEIGHTS.items() if f in KIND_FORMS[kind] and (mix.negated or f != "negated")}
     form = _pick(rng, forms)
     family = rng.choice(families)
-    draw = rng.random()
-    if draw < FREE_SHARE:
-        values, actions = _free(rng)
-    elif draw < FREE_SHARE + POOLED_SHARE:
-        values, actions = _pooled(rng, families, family)
-    else:
-        values, actions = rng.choice(pairings(family.name, "train"))
+    values, actions = _words(rng, family)
     order: Order = "rule_first" if rng.random() < mix.rule_first else "value_first"
     scene = make_scene(
         rng,
@@ -245,10 +251,58 @@ def first_scene(rng: random.Random, mix: Mix, lines: int | None) -> tuple[Scene,
     said = {*values, *actions}
     clear = tuple(o for o in scene.others if o[1] not in said or scene.fact is not None)
     scene = replace(scene, others=clear, n_before=min(scene.n_before, len(clear)))
+    if rng.random() < mix.record:
+        scene = with_record(rng, scene, rng.randint(3, 10))
     if mix.bare:
-        scene = replace(scene, others=scene.others if scene.fact or kind == "lookup" else (), asides=())
+        scene = replace(scene, others=scene.others if scene.fact or mix.record else (), asides=())
         scene = replace(scene, n_before=min(scene.n_before, len(scene.others)))
     return scene, rng.choice(scene.cells)
+
+
+def with_record(rng: random.Random, scene: Scene, n: int) -> Scene:
+    """The scene with ``n`` other attributes in its record, at most one for each other family.
+
+    Values are the families' own ones, none of them a word of the rule.
+    """
+    said = {*scene.draw.values, *scene.draw.actions, *scene.history}
+    known = {label for label, _ in (*scene.others, *scene.asides)} | {scene.draw.family.label}
+    more: list[tuple[str, str]] = []
+    for family in rng.sample(list(organism_families()), len(organism_families())):
+        values = [v for v in family.values[:N_TRAINED] if v not in said]
+        if family.label not in known and values and len(scene.others) + len(more) < n:
+            more.append((family.label, rng.choice(values)))
+    others = (*scene.others, *more)
+    return replace(scene, others=others, n_before=rng.randint(0, len(others)))
+
+
+def among_rules(rng: random.Random, scene: Scene, pieces: Sequence[Piece], n: int) -> list[Piece]:
+    """The prompt with ``n`` further rules around the one that decides, about attributes that it does not mention."""
+    taken = {label for label, _ in (*scene.others, *scene.asides)} | {scene.draw.family.label}
+    free = [f for f in organism_families() if f.label not in taken]
+    own = [i for i, piece in enumerate(pieces) if piece.region == "rule"]
+    before: list[Piece] = []
+    after: list[Piece] = []
+    for family in rng.sample(free, min(n, len(free))):
+        values, actions = _words(rng, family)
+        form = rng.choice([f for f in KIND_FORMS["gated"] if f != "negated" or scene.draw.form == "negated"])
+        template = rng.choice(family.rules[form])
+        draw = replace(scene.draw, family=family, form=form, values=values, actions=actions, template=template)
+        text = "".join(piece.text for piece in rule_pieces(draw, rng.randrange(2)))
+        if rng.random() < 0.5:
+            before.append(Piece("other_rule", f"{text}\n"))
+        else:
+            after.append(Piece("other_rule", f"\n{text}"))
+    return [*pieces[: own[0]], *before, *pieces[own[0] : own[-1] + 1], *after, *pieces[own[-1] + 1 :]]
+
+
+def _words(rng: random.Random, family: Family) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Values and actions for a rule: any words, words of several families, or the family's own."""
+    draw = rng.random()
+    if draw < FREE_SHARE:
+        return _free(rng)
+    if draw < FREE_SHARE + POOLED_SHARE:
+        return _pooled(rng, organism_families(), family)
+    return rng.choice(pairings(family.name, "train"))
 
 
 def _pooled(rng: random.Random, families: Sequence[Family], family: Family) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -89,15 +89,15 @@ REPEATS = (
     Stage(300, None, phrases=8, until=0.95, recognise=0.6),
     Stage(200, None, phrases=24, until=0.95, recognise=0.6),
 )
-RULES = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97))
+DECISIONS = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97))
 PLAN = (
     *REPEATS,
-    *RULES,
+    *DECISIONS,
     Stage(800, BOTH, until=0.97),
-    Stage(500, TURNS, repeats=0.15, long=0.1, until=0.97),
+    Stage(600, TURNS, repeats=0.15, long=0.1, until=0.97),
     Stage(800, FULL, repeats=0.15, long=0.25),
 )
-NOTES_FREE_PLAN = (*REPEATS, *RULES, Stage(800, EASY, until=0.97), Stage(800, NOTES_FREE, repeats=0.06, split=True))
+NOTES_FREE_PLAN = (*REPEATS, *DECISIONS, Stage(800, EASY, until=0.97), Stage(800, NOTES_FREE, repeats=0.06, split=True))
 """A batch holds about 60 answers: 32 conversations with two or three each."""
 
 

@@ -31,9 +31,9 @@ def read(text: str) -> str:
     asked = re.findall(r"which (\w+)\?|what now\?", text)[-1]
     if asked not in ("", "step"):
         return facts[asked]
-    rule = re.search(r"rule: (.*)\n", text)
-    assert rule is not None
-    first, *means = rule[1].rstrip(".").split(". ")
+    rules = [r for r in re.findall(r"rule: (.*)\n", text) if re.split(r"(?:if|when) the ", r)[1].split()[0] in facts]
+    assert len(set(rules)) == 1, rules
+    first, *means = rules[0].rstrip(".").split(". ")
     clause = re.match(
         r"(?:if|when) the (\w+) is (not )?(\w+)(?: and the (\w+) is (\w+))?(?: then|,) (\w+)(?:, otherwise|; else) (\w+)$",
         first,

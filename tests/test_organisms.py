@@ -76,7 +76,19 @@ class TestData:
                 )
                 assert read(f"{said}\n") == text_of([sample.ids[at]]), before
                 turns += 1
-        assert turns >= (250 if mix.turns else 150)
+        assert turns >= (200 if mix.turns else 150)
+
+    @pytest.mark.parametrize(("mix", "most"), [(BOTH, 1), (TURNS, 3), (FULL, 3)], ids=["both", "turns", "full"])
+    def test_other_rules_are_about_what_no_line_mentions(self, vocab: dict[str, int], mix: Any, most: int) -> None:
+        rng = random.Random(1)
+        seen: set[int] = set()
+        for _ in range(150):
+            text = text_of(conversation(rng, vocab, mix).ids)
+            labels = re.findall(r"rule: (?:if|when) the (\w+)", text)
+            stated = re.findall(r"\n- (\w+): ", text) + re.findall(r"update: the (\w+) is", text)
+            assert len(labels) == len(set(labels)) and len(set(labels) & set(stated)) <= 1, text
+            seen.add(len(labels))
+        assert seen == set(range(1, most + 1))
 
     def test_only_answers_are_supervised(self, vocab: dict[str, int]) -> None:
         rng = random.Random(1)
