@@ -31,10 +31,10 @@ TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
 ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.5, 0.5
 """Loss weights of answer words, of the steps of a chain, and of the arguments of a call."""
 FORM_WEIGHTS = {"two_clause": 0.2, "polarity": 0.3, "swapped": 0.2, "negated": 0.3}
-PLAIN_SHARE, POOLED_SHARE, FREE_SHARE, OTHER_RULES = 0.1, 0.25, 0.5, 0.4
+PLAIN_SHARE, POOLED_SHARE, FREE_SHARE, OTHER_RULES, LONG_RULES = 0.1, 0.25, 0.5, 0.4, 4
 """Shares of conversations in the plain rendering; with words of other families; with any words as values and actions; with
-further rules, where a mix has them. With the sixty values of the families alone a model learns what to do with those, and not
-with one it has never seen there."""
+further rules, where a mix has them (``LONG_RULES`` times as many in long prompts). With the sixty values of the families alone
+a model learns what to do with those, and not with one it has never seen there."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
     sample = Sample()
     plain = rng.random() < PLAIN_SHARE
     sample.add(vocab, "<s>" if plain else "<s><user>")
-    n_rules = rng.randint(1, mix.rules) if mix.rules and rng.random() < OTHER_RULES else 0
+    most = mix.rules * (1 if lines is None else LONG_RULES)
+    n_rules = rng.randint(1, most) if most and rng.random() < OTHER_RULES else 0
     for piece in among_rules(rng, scene, scene_pieces(scene, cell, mode), n_rules):
         if piece.span == "field":
             sample.field_at = len(sample.ids)
