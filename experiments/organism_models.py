@@ -78,11 +78,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3_text": Architecture(
         "gemma3_text",
-        "two rotations, one for each kind of layer; a window of 32 on three of five layers",
+        "two rotations, one for each kind of layer; a window of 32 on two of five layers",
         {
             "sliding_window": 32,
             "query_pre_attn_scalar": 64,
-            "layer_types": [_S, _S, _F, _S, _F],
+            "layer_types": [_S, _F, _S, _F, _F],
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},

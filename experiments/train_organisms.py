@@ -93,7 +93,7 @@ DECISIONS = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97))
 PLAN = (
     *REPEATS,
     *DECISIONS,
-    Stage(800, BOTH, until=0.97),
+    Stage(500, BOTH, until=0.97),
     Stage(600, TURNS, repeats=0.15, long=0.1, until=0.97),
     Stage(800, FULL, repeats=0.15, long=0.25),
 )
