@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from experiments.edit_arms import Arm, Bench, Row
 from experiments.edit_cases import Case, gated_cases, instance_cases
 from experiments.organism_cases import organism_cases
-from notelens.errors import ConfigError
+from notelens.errors import ConfigError, NotelensError
 from notelens.models.base import NoteModel
 from notelens.models.load import load
 from notelens.runs.files import held
@@ -384,14 +384,17 @@ def main(
     parser.add_argument("--n", type=int, help="cases per stage, instead of the configuration's")
     parser.add_argument("--seconds", type=float, help="stop after this time; the same command continues")
     given = parser.parse_args(arguments)
-    config = kind.read(given.config, n=given.n, model=given.model)
-    if given.model is not None:
-        config = config.model_copy(update={"name": f"{config.name}-{given.model}"})
 
     def tell(text: str) -> None:
         sys.stderr.write(text + "\n")
-        sys.stderr.flush()
 
-    out = given.out or Path("runs") / config.name
-    lines = run(experiment, config, out, load(config.model), seconds=given.seconds, source=source, tell=tell)
+    try:
+        config = kind.read(given.config, n=given.n, model=given.model)
+        if given.model is not None:
+            config = config.model_copy(update={"name": f"{config.name}-{given.model}"})
+        out = given.out or Path("runs") / config.name
+        lines = run(experiment, config, out, load(config.model), seconds=given.seconds, source=source, tell=tell)
+    except NotelensError as e:  # what was measured is on record; the same command continues
+        tell(f"error: {e}")
+        raise SystemExit(2) from None
     sys.stdout.write(show(lines, metrics))

@@ -13,6 +13,7 @@ from experiments.distance import Distance, DistanceConfig
 from experiments.edit_arms import Arm, Bench
 from experiments.edit_cases import Case, Change, gated_cases, instance_case, instance_cases
 from experiments.edit_harness import Stage, run
+from experiments.edit_harness import main as harness_main
 from experiments.editing_frontier import Frontier, FrontierConfig
 from experiments.k_sweep import KSweep, SweepConfig, k_star
 from experiments.wording import WORDINGS, Wording, WordingConfig
@@ -231,3 +232,24 @@ def test_two_decisions_in_one_prompt_keep_their_answers_apart(smollm2_tokenizer:
             assert all(case.answer(i, False) != case.answer(i, True) for i in (0, 1))
             assert case.value(0, True) in one.values and case.poisoned == (history == "poisoned")
             assert steps("there_and_back", case)[-1] == (0, False) and len(steps("both", case)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: x\nmodel: nobody\ntask: tiny\nn: 1\nseed: 0\nlengths: [null]\narms: [stale]\n", "nobody"),
+        ("name: x\nmodel: tiny\ntask: tiny\nn: 1\nseed: 0\nlengths: [null]\narms: [stale]\nwhat: 1\n", "what"),
+    ],
+    ids=["model", "key"],
+)
+def test_the_command_says_what_is_wrong(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        harness_main(Frontier(), FrontierConfig, ("p_correct",), [str(path), "--out", str(tmp_path / "run")])
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert shown.startswith("error: ") and said in shown and "Traceback" not in shown
+    assert not (tmp_path / "run").exists()
