@@ -31,10 +31,9 @@ TOKEN = re.compile(r"<\w+>|\n|\w+|[^\w\s]")
 ANSWER_WEIGHT, CHAIN_WEIGHT, ARGUMENT_WEIGHT = 1.0, 0.5, 0.5
 """Loss weights of answer words, of the steps of a chain, and of the arguments of a call."""
 FORM_WEIGHTS = {"two_clause": 0.2, "polarity": 0.3, "swapped": 0.2, "negated": 0.3}
-PLAIN_SHARE, POOLED_SHARE, FREE_SHARE, OTHER_RULES, LONG_RULES = 0.1, 0.25, 0.5, 0.4, 4
-"""Shares of conversations in the plain rendering; with words of other families; with any words as values and actions; with
-further rules, where a mix has them (``LONG_RULES`` times as many in long prompts). With the sixty values of the families alone
-a model learns what to do with those, and not with one it has never seen there."""
+PLAIN_SHARE, POOLED_SHARE, FREE_SHARE = 0.1, 0.25, 0.5
+"""Shares of conversations in the plain rendering; with words of other families; with any words as values and actions. With
+the sixty values of the families alone a model learns what to do with those, and not with one it has never seen there."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
 EASY = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.0, 8, 0)
 BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1, bare=True)
 TURNS = Mix(
-    {"gated": 0.5, "update": 0.35, "lookup": 0.15},
+    {"gated": 0.6, "update": 0.25, "lookup": 0.15},
     {"act": 0.8, "think": 0.1, "call": 0.1},
     0.4,
     6,
@@ -79,7 +78,7 @@ TURNS = Mix(
 )
 NOTES_FREE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 3, 0)
 FULL = Mix(
-    {"gated": 0.4, "multi_hop": 0.07, "two_fact": 0.08, "update": 0.3, "lookup": 0.15},
+    {"gated": 0.45, "multi_hop": 0.1, "two_fact": 0.1, "update": 0.2, "lookup": 0.15},
     {"act": 0.6, "think": 0.25, "call": 0.15},
     0.4, 6, 1, rules=2, record=0.15,
 )  # fmt: skip
@@ -127,9 +126,7 @@ def conversation(rng: random.Random, vocab: Mapping[str, int], mix: Mix, lines: 
     sample = Sample()
     plain = rng.random() < PLAIN_SHARE
     sample.add(vocab, "<s>" if plain else "<s><user>")
-    most = mix.rules * (1 if lines is None else LONG_RULES)
-    n_rules = rng.randint(1, most) if most and rng.random() < OTHER_RULES else 0
-    for piece in among_rules(rng, scene, scene_pieces(scene, cell, mode), n_rules):
+    for piece in among_rules(rng, scene, scene_pieces(scene, cell, mode), rng.randint(0, mix.rules)):
         if piece.span == "field":
             sample.field_at = len(sample.ids)
         sample.add(vocab, piece.text)

@@ -47,7 +47,7 @@ from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
 logger = logging.getLogger("train_organisms")
 
-LM_WEIGHT, REPEAT_WEIGHT = 0.02, 0.4
+LM_WEIGHT, REPEAT_WEIGHT = 0.02, 0.25
 MUON_RATE, ADAM_RATE, WARM_UP, DECAY, BETAS, WEIGHT_DECAY = 5e-3, 2e-3, 20, 0.8, (0.9, 0.98), 0.01
 """Rates of the matrices and of everything else; steps of warm-up; the share of all steps over which rates fall to zero."""
 BATCH, BARE_BATCH, LONG_BATCH = 32, 64, 10
