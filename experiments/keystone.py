@@ -26,6 +26,7 @@ from experiments.compose_cases import sections
 from experiments.edit_arms import Arm, Bench, Row
 from experiments.edit_cases import Case, gated_cases, instance_cases
 from experiments.edit_harness import EditConfig, Line, Stage, Sums, main
+from experiments.organism_cases import organism_cases
 from notelens.cache.rows import Rows
 from notelens.compose import Composed, compile_skill, compose
 from notelens.edits.context import EditableContext
@@ -178,6 +179,15 @@ def keystone_cases(model: NoteModel, config: KeystoneConfig, stage: Stage) -> li
     """Cases with the record in front of the policy."""
     if config.task == "gated":
         return gated_cases(model.tokenizer, config.n, config.seed, split=config.split, forms=config.forms)
+    if config.task == "organism":
+        return organism_cases(
+            model.tokenizer,
+            config.n,
+            config.seed,
+            split=config.split,
+            kinds=config.kinds or ("gated",),
+            forms=config.forms,
+        )
     options = {"kinds": config.kinds} if config.kinds is not None else {}
     task: Any = TASKS.get(config.task)(split=config.split, forms=config.forms, order="value_first", **options)
     return instance_cases(task.instances(model.tokenizer, config.n, config.seed), config.seed)
