@@ -17,8 +17,8 @@ from typing import Any
 
 OPTIONS: dict[str, Any] = {
     "model": "fake", "us": 20.0, "block": 16, "caching": 1, "metrics": 1, "names": "vllm:prefix_cache_{}_total", "usage": 1,
-    "salts": 1, "die_after": 0, "hang_after": 0, "hang_from": 0, "die_mid_stream": 0, "child": 0, "openai": 1, "exit": 0,
-    "traceback": 0, "details": 0, "slow_start": 0.0, "stubborn": 0, "queue": 1,
+    "salts": 1, "die_after": 0, "hang_after": 0, "hang_from": 0, "die_mid_stream": 0, "child": 0, "exit": 0,
+    "traceback": 0, "details": 0, "slow_start": 0.0, "stubborn": 0, "queue": 1, "once": "",
 }  # fmt: skip
 FORMS = (
     re.compile(r"If the [\w ]+ is (\w+) then (\w+); if it is (\w+) then (\w+)\."),
@@ -52,6 +52,16 @@ class Engine:
         self.queries = self.hits = self.queued = 0
         self.asked: list[dict[str, Any]] = []
         self.lock = asyncio.Lock()
+
+    def first_time(self) -> bool:
+        """Whether a fault has not struck before, in this or another process; without a file for it, always."""
+        if not self.o["once"]:
+            return True
+        try:
+            with open(self.o["once"], "x"):
+                return True
+        except FileExistsError:
+            return False
 
     def reuse(self, salt: str, words: list[str]) -> int:
         """Words that come from the cache; whole blocks, never all."""
@@ -87,8 +97,6 @@ class Engine:
 
     async def route(self, method: str, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """Answer one request."""
-        if not self.o["openai"]:
-            return self.reply(writer, "<html>hello</html>", kind="text/html")
         if path == "/v1/models":
             return self.reply(writer, json.dumps({"object": "list", "data": [{"id": self.o["model"]}]}))
         if path == "/metrics":
@@ -135,9 +143,10 @@ class Engine:
             return self.reply(writer, json.dumps(error), status=404)
         if body.get("cache_salt") == "":
             return self.reply(writer, json.dumps({"error": {"message": "cache_salt must not be empty"}}), status=400)
-        if self.o["die_after"] and n > self.o["die_after"]:
+        if self.o["die_after"] and n > self.o["die_after"] and self.first_time():
             os._exit(1)
-        if (self.o["hang_after"] and n == self.o["hang_after"]) or (self.o["hang_from"] and n >= self.o["hang_from"]):
+        hangs = n == self.o["hang_after"] or 0 < self.o["hang_from"] <= n
+        if hangs and self.first_time():
             await asyncio.sleep(3600)
         chat = path.endswith("/chat/completions")
         text = "\n".join(m["content"] for m in body["messages"]) if chat else body["prompt"]

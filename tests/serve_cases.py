@@ -37,9 +37,9 @@ def config(*, url: str | None = None, options: dict[str, Any] | None = None, **c
     """A small benchmark as plain data."""
     start = {"command": list(command(**(options or {}))), "ready_s": 20, "stop_s": 3}
     data: dict[str, Any] = {
-        "name": "small", "engine": start if url is None else {"url": url}, "prompt": {"policy_tokens": 1600, "policies": 2},
-        "capacity": {"n": 4, "in_flight": 2}, "loads": [{"name": "below", "multiple": 0.5}, {"name": "saturation"}], "n": 6,
-        "arms": ["in_prefix", "erratum"], "timeout_s": 5, "ttft_objective_ms": 20, "figures": False,
+        "name": "small", "engine": start if url is None else {"url": url}, "prompt": {"policy_tokens": 1000, "policies": 2},
+        "capacity": {"n": 4, "in_flight": 2}, "loads": [{"name": "below", "multiple": 0.8}, {"name": "saturation"}], "n": 6,
+        "arms": ["in_prefix", "erratum"], "timeout_s": 5, "ttft_objective_ms": 40, "figures": False,
     }  # fmt: skip
     return {**data, **changes}
 

@@ -78,8 +78,8 @@ def execute_serve(config: ServeConfig, out_dir: str | Path, *, progress: Progres
         before = _begun(config, out)
         if before is not None and before["state"] == "finished":
             return ServeResult(out, serve_table(out), 0, len(read_records(out).items), ())
-        with running(_engine(config), out / ENGINE_LOG) as engine, RecordWriter(out / FILE) as writer:
-            run = asyncio.run(_session(config, out, writer, shown, before, engine))
+        with running(_engine(config), out / ENGINE_LOG) as engine:
+            run = asyncio.run(_session(config, out, shown, before, engine))
         return _report(run)
 
 
@@ -114,8 +114,9 @@ def _begun(config: ServeConfig, out: Path) -> m.Manifest | None:
 
 
 async def _session(
-    config: ServeConfig, out: Path, writer: RecordWriter, progress: Progress, before: m.Manifest | None, engine: Engine
+    config: ServeConfig, out: Path, progress: Progress, before: m.Manifest | None, engine: Engine
 ) -> _Run:
+    """Check the engine, then measure what is not on record; nothing is written before the engine is found fit."""
     p = config.prompt
     async with EngineClient(engine.url, config.engine.model, timeout_s=config.timeout_s) as client:
         await client.check()
@@ -132,13 +133,13 @@ async def _session(
             bench.workload = replace(workload, n_lines=int(before["n_lines"]))
         facts = await bench.facts()
         manifest = _begin(config, out, before, facts, bench.workload)
-        writer.write(
-            [{"kind": "run", **manifest["sessions"][-1], "config": config_hash(config), "engine": manifest["engine"]}]
-        )
-        run = _Run(config, out, writer, progress, manifest, [])
-        if not facts.has_metrics:
-            run.marks.append("the engine's metrics have no prefix cache counters, so hit rates are unavailable")
-        await _measure(run, bench)
+        with RecordWriter(out / FILE) as writer:
+            session, stamp = manifest["sessions"][-1], config_hash(config)
+            writer.write([{"kind": "run", **session, "config": stamp, "engine": manifest["engine"]}])
+            run = _Run(config, out, writer, progress, manifest, [])
+            if not facts.has_metrics:
+                run.marks.append("the engine's metrics have no prefix cache counters, so hit rates are unavailable")
+            await _measure(run, bench)
         return run
 
 

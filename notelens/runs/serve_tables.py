@@ -55,10 +55,13 @@ class _Lines:
             "n_clusters": e.n_clusters, "interval": e.method, "level": e.level,
         })  # fmt: skip
 
-    def series(self, metric: str, arm: str, samples: Sequence[Sequence[float]], statistic: Callable[..., Floats], unit: str,
-               **more: Any) -> None:  # fmt: skip
+    def series(
+        self, metric: str, arm: str, samples: Sequence[Sequence[float]], statistic: Callable[..., Floats], unit: str,
+        *, paired: bool = False, **more: Any,
+    ) -> None:  # fmt: skip
         """One line from series of numbers."""
-        self.add(metric, arm, block_statistic(samples, statistic, seed=self.seed, level=self.level), unit, **more)
+        e = block_statistic(samples, statistic, paired=paired, seed=self.seed, level=self.level)
+        self.add(metric, arm, e, unit, **more)
 
     def share(self, metric: str, arm: str, rows: Sequence[Line], key: str = "right", **more: Any) -> None:
         """One line from truth values by scenario family."""
@@ -131,14 +134,18 @@ def _cell(out: _Lines, load: str, arm: str, lines: Sequence[Line], objective: fl
 
 
 def _ratios(out: _Lines, load: str, arm: str, lines: Sequence[Line], baseline: Sequence[Line]) -> None:
-    """How many times the baseline waits longer, and how many times this arm gets more done."""
-    own, base = _answered(lines), _answered(baseline)
+    """How many times the baseline waits longer, and how many times this arm gets more done, over requests that both answered.
+
+    Both met the same arrivals, so requests are resampled in pairs.
+    """
+    both = {r["request"] for r in _answered(lines)} & {r["request"] for r in _answered(baseline)}
+    own, base = ([r for r in _answered(x) if r["request"] in both] for x in (lines, baseline))
     reasons = {f"baseline: {k}": v for k, v in _lost(baseline).items()} | _lost(lines)
+    more: dict[str, Any] = {"paired": True, "reasons": reasons, "load": load}
     for q in QUANTILES:
-        name = f"p{100 * q:.0f}_ttft_ratio"
-        out.series(name, arm, [[r["ttft_ms"] for r in base], [r["ttft_ms"] for r in own]], _quantile_ratio(q), "ratio",
-                   reasons=reasons, load=load)  # fmt: skip
-    out.series("throughput_ratio", arm, [_gaps(base), _gaps(own)], _mean_ratio, "ratio", reasons=reasons, load=load)
+        ttft = [[float(r["ttft_ms"]) for r in rows] for rows in (base, own)]
+        out.series(f"p{100 * q:.0f}_ttft_ratio", arm, ttft, _quantile_ratio(q), "ratio", **more)
+    out.series("throughput_ratio", arm, [_gaps(base), _gaps(own)], _mean_ratio, "ratio", **more)
 
 
 def _answered(lines: Sequence[Line]) -> list[Line]:
@@ -232,7 +239,7 @@ def _header(manifest: Mapping[str, Any], records: Records) -> tuple[str, ...]:
         "n counts requests, for pooled hit rates loads. Intervals are 95 %; goodput and hit rates of one cell have none.",
         *[str(note) for note in engine["notes"]],
     ]
-    if manifest["state"] != "finished":
+    if EXPERIMENT not in records.probes:
         marks = [str(x) for x in manifest["marks"]]
         lines.insert(
             0, f"PARTIAL: {'; '.join(marks) or 'not finished'}. Run the same command again to measure what is missing."

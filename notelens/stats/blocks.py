@@ -18,6 +18,7 @@ from notelens.stats.estimate import (
     Floats,
     check_level,
     floats,
+    same_length,
 )
 
 _CHUNK = 2_000_000
@@ -33,18 +34,21 @@ def block_statistic(
     samples: Sequence[Sequence[float] | npt.NDArray[Any]],
     statistic: Callable[..., Floats],
     *,
+    paired: bool = False,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
     level: float = 0.95,
 ) -> Estimate:
-    """A statistic of one or several independent series with a percentile interval over circular blocks.
+    """A statistic of one or several series with a percentile interval over circular blocks.
 
-    Each series is resampled on its own, in blocks of :func:`block_length` neighbours that may run over its end, so that
-    the resemblance of neighbours stays in the resamples.
+    Series are resampled in blocks of :func:`block_length` neighbours that may run over the end, so that the resemblance of
+    neighbours stays in the resamples.
 
     Args:
         samples: series in their order in time.
         statistic: maps one ``[resample, n]`` array per series to ``[resample]`` numbers; NaN where it does not exist.
+        paired: the series share their instances, and every resample takes the same ones of all; else each is resampled on its
+            own.
         n_resamples: draws.
         seed: of the draws; equal seeds give equal intervals.
         level: nominal coverage.
@@ -53,7 +57,7 @@ def block_statistic(
         The estimate; its n is that of the shortest series.
 
     Raises:
-        InputError: a value is not finite, or there is no series.
+        InputError: a value is not finite, there is no series, or paired ones differ in length.
 
     References:
         Politis and Romano 1992, "A circular block-resampling procedure for stationary data".
@@ -62,6 +66,8 @@ def block_statistic(
     if not samples or n_resamples < 1:
         raise InputError(f"{len(samples)} series and {n_resamples} resamples; at least one of each is needed")
     series = [floats(f"series {i}", s) for i, s in enumerate(samples)]
+    if paired:
+        same_length(**{f"series {i}": len(s) for i, s in enumerate(series)})
     n = min(len(s) for s in series)
     method = "circular blocks, percentile"
     if n == 0:
@@ -71,7 +77,7 @@ def block_statistic(
         return Estimate(None, None, None, n, n, method, level, (UNDEFINED,))
     if n == 1:
         return Estimate(value, None, None, 1, 1, method, level, (SINGLE_INSTANCE,))
-    rngs = [np.random.default_rng([seed, i]) for i in range(len(series))]
+    rngs = [np.random.default_rng([seed, 0 if paired else i]) for i in range(len(series))]
     most = max(1, _CHUNK // max(len(s) for s in series))
     found: list[Floats] = []
     for done in range(0, n_resamples, most):
