@@ -197,6 +197,7 @@ class TestBenchmark:
         assert all(body["temperature"] == 0 and body["stream"] for body in asked)
         cells = [r for r in read_records(small[2]).rows() if r["request"] is None]
         salts = [c["salt"] for c in cells]
+        assert all(len(s) <= 128 and not set(s) & set("@/\\") for s in salts), "vLLM refuses other salts"
         assert len(set(salts)) == len(salts) == 11, "no arm can feed another, nor one load the next"
         sent = [body.get("cache_salt") for body in asked]
         assert all(sent.count(c["salt"]) == c["n"] + 2 for c in cells), "warm-up and timed requests share a salt"

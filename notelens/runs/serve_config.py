@@ -145,9 +145,9 @@ class ServeConfig(Closed):
 
     @model_validator(mode="after")
     def _possible(self) -> "ServeConfig":
-        names = [load.name for load in self.loads]
-        for what, found in (("arm", list(self.arms)), ("load", names)):
-            twice = sorted({str(x) for x in found if found.count(x) > 1})
+        arms, loads = [str(arm) for arm in self.arms], [load.name for load in self.loads]
+        for what, found in (("arm", arms), ("load", loads)):
+            twice = sorted({x for x in found if found.count(x) > 1})
             if twice:
                 raise ValueError(f"{what} {twice[0]!r} is listed twice")
         if BASELINE not in self.arms:

@@ -98,8 +98,8 @@ class Facts:
 
 
 def new_salt(*parts: str) -> str:
-    """A cache salt that nothing was ever cached under."""
-    return "-".join((*parts, secrets.token_hex(6)))
+    """A cache salt that nothing was ever cached under, of at most 128 characters (vLLM takes no more)."""
+    return "-".join((*(part[:40] for part in parts[:2]), secrets.token_hex(8)))
 
 
 class Bench:

@@ -120,7 +120,7 @@ def window(before: Counters, after: Counters) -> Window:
     reason = f"the engine's metrics have no counter of prefix cache {' and '.join(missing)}" if missing else ""
     if not reason and not gained["queries"]:
         reason = "no token was looked up in the window"
-    return Window(*(gained[n] for n in names), reason)
+    return Window(**gained, reason=reason)
 
 
 @dataclass(frozen=True)
