@@ -122,3 +122,7 @@ class CheckoutError(InputError):
 
 class RefusedError(AgentError):
     """An environment refused a call because its precondition does not hold; nothing was changed."""
+
+
+class EngineError(InputError):
+    """A serving engine, or a request to it, cannot be used as asked; the message says what stands in the way."""

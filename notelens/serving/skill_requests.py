@@ -1,0 +1,267 @@
+"""Requests that contain skills, for an engine with the plug-in: what has to go ahead, and how the engine is told.
+
+An engine takes rows of a skill only behind tokens it has cached, up to a block edge (:mod:`notelens.serving.skill_loads`). So a
+prompt ``[text][skill][text]`` becomes a short request that ends at the edge in or in front of the skill, and the request itself,
+which marks the skill. With ``align="head"`` the first request also runs the first rows of the skill, up to the edge, in their
+place; with ``align="pad"`` the text is padded to the edge, and the skill is used whole.
+
+Nothing here depends on an engine's library: requests are plain bodies of ``/v1/completions`` with token ids, sent by a function.
+"""
+
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from notelens.errors import EngineError
+from notelens.serving.skill_loads import PARAMS, SALT
+
+if TYPE_CHECKING:
+    from notelens.cache.library import SkillLibrary
+
+Align = Literal["head", "pad"]
+Send = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""Sends the body of a completion request and returns the answer's."""
+
+
+@dataclass(frozen=True)
+class SkillText:
+    """A skill as part of a prompt.
+
+    Attributes:
+        name: in the engine's library.
+        token_ids: its tokens, as they were compiled.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, library: "SkillLibrary", name: str) -> "SkillText":
+        """From a library.
+
+        Raises:
+            UnknownNameError, ArtefactError: as ``library.get``.
+        """
+        return cls(name, library.get(name).header.token_ids)
+
+
+Part = Sequence[int] | SkillText
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        skills: (name, index of the first token) of every skill that is whole in the prompt.
+    """
+
+    prompt: tuple[int, ...]
+    skills: tuple[tuple[str, int], ...]
+
+    def body(self, salt: str, **more: Any) -> dict[str, Any]:
+        """As the body of a completion request."""
+        marks = {PARAMS: {"skills": [{"name": n, "start": s} for n, s in self.skills]}}
+        return {
+            "prompt": list(self.prompt),
+            "cache_salt": salt,
+            **({"kv_transfer_params": marks} if self.skills else {}),
+            **more,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Requests of one prompt, in order.
+
+    Attributes:
+        ahead: short ones that make the engine cache what stands in front of each skill.
+        main: the one that is answered.
+        computed_in_place: tokens of skills that ``ahead`` runs, in their places.
+        padding: tokens added to the prompt.
+    """
+
+    ahead: tuple[Request, ...]
+    main: Request
+    computed_in_place: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        body: of the answer to the main request.
+        kind: ``loaded``, ``cached`` (the engine had the rows), or why no rows were taken; ``unknown`` where the engine has
+            no plug-in.
+        loaded_tokens: whose rows came from skills.
+        reason: one sentence where none were taken.
+        n_ahead: requests that went ahead of it.
+    """
+
+    body: Mapping[str, Any]
+    kind: str
+    loaded_tokens: int
+    reason: str | None
+    n_ahead: int
+
+    @property
+    def text(self) -> str:
+        """Of the completion."""
+        return str(self.body["choices"][0]["text"])
+
+
+def plan(parts: Sequence[Part], *, block_size: int, align: Align = "head", pad_id: int | None = None) -> Plan:
+    """The requests of a prompt.
+
+    Args:
+        parts: token ids and skills, in order; the last one is text.
+        block_size: tokens of one of the engine's blocks (:func:`engine_block_size`).
+        align: what is done where a skill does not begin at a block edge.
+        pad_id: token that ``align="pad"`` repeats at the end of the text in front of a skill.
+
+    Raises:
+        EngineError: no parts, an empty one, a skill at the end, a block of no tokens, or padding without a token for it.
+    """
+    if block_size < 1 or not parts or isinstance(parts[-1], SkillText):
+        raise EngineError(
+            "a prompt needs a block size of at least 1, and text behind its last skill: its last token decides"
+        )
+    if align == "pad" and pad_id is None:
+        raise EngineError("align='pad' needs pad_id, a token that says nothing (a newline)")
+    prompt, skills, ahead = list[int](), list[tuple[str, int]](), list[Request]()
+    in_place = padding = 0
+    for part in parts:
+        ids = list(part.token_ids if isinstance(part, SkillText) else part)
+        if not ids:
+            raise EngineError("a part of the prompt is empty; leave it out")
+        if isinstance(part, SkillText):
+            missing = -len(prompt) % block_size
+            if align == "pad" and pad_id is not None:
+                prompt += [pad_id] * missing
+                padding += missing
+                missing = 0
+            start = len(prompt)
+            if missing < len(ids):  # otherwise no row of it lies behind an edge, and it is text like any other
+                if start + missing > 0:
+                    ahead.append(Request((*prompt, *ids[:missing]), tuple(skills)))
+                skills.append((part.name, start))
+                in_place += missing
+        prompt += ids
+    return Plan(tuple(ahead), Request(tuple(prompt), tuple(skills)), in_place, padding)
+
+
+def new_salt() -> str:
+    """A cache salt for one approximate session; no other request can reach what is cached under it."""
+    return SALT + uuid.uuid4().hex
+
+
+class SkillSession:
+    """Prompts with skills under one salt: what one of them has made the engine cache, the next ones find.
+
+    Everything cached under the salt counts as approximate; exact requests use no salt of this kind.
+
+    Args:
+        send: see :data:`Send` (:func:`http_sender`).
+        block_size, align, pad_id: as for :func:`plan`.
+        salt: of the session; a new one by default.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        block_size: int,
+        align: Align = "head",
+        pad_id: int | None = None,
+        salt: str | None = None,
+    ) -> None:
+        self.send = send
+        self.block_size = block_size
+        self.align: Align = align
+        self.pad_id = pad_id
+        self.salt = new_salt() if salt is None else salt
+        if not self.salt.startswith(SALT):
+            raise EngineError(f"salt {self.salt!r}: blocks with rows of skills need one that begins with {SALT!r}")
+        self._ahead: set[tuple[int, ...]] = set()
+
+    def complete(self, parts: Sequence[Part], *, max_tokens: int = 16, **options: Any) -> Answer:
+        """Send a prompt, and ahead of it what the engine has not cached yet in this session.
+
+        Args:
+            parts: as for :func:`plan`.
+            max_tokens: of the answer.
+            options: further entries of the request's body; ``temperature`` is 0 unless given.
+
+        Raises:
+            EngineError: the parts cannot be sent, or the engine answers with an error.
+        """
+        requests = plan(parts, block_size=self.block_size, align=self.align, pad_id=self.pad_id)
+        common = {"temperature": 0.0, **options}
+        sent = 0
+        for request in requests.ahead:
+            if request.prompt not in self._ahead:
+                self.send(request.body(self.salt, **{**common, "max_tokens": 1}))
+                self._ahead.add(request.prompt)
+                sent += 1
+        answer = self.send(requests.main.body(self.salt, **common, max_tokens=max_tokens))
+        told = (answer.get("kv_transfer_params") or {}).get(PARAMS, {})
+        if told.get("kind") == "prefix":  # the engine has dropped it meanwhile
+            self._ahead -= {r.prompt for r in requests.ahead}
+        return Answer(
+            answer, str(told.get("kind", "unknown")), int(told.get("loaded_tokens", 0)), told.get("reason"), sent
+        )
+
+
+def engine_block_size(metrics: str) -> int:
+    """Tokens of a block, from the text of an engine's ``/metrics``.
+
+    Raises:
+        EngineError: the engine does not say.
+    """
+    found = re.search(r'^vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', metrics, re.MULTILINE)
+    if found is None:
+        raise EngineError("the engine's metrics hold no vllm:cache_config_info with a block_size; give the block size")
+    return int(found[1])
+
+
+def http_sender(url: str, model: str, *, timeout_s: float = 60.0) -> Send:
+    """A :data:`Send` over HTTP.
+
+    Args:
+        url: of the engine, with ``/v1``.
+        model: the engine's name for its model.
+        timeout_s: for each request.
+
+    Raises:
+        MissingPackageError: httpx is not installed (extra ``serve``). The sender raises EngineError where the engine cannot be
+            reached, does not answer in time, or answers with an error.
+    """
+    try:
+        import httpx
+    except ImportError as e:
+        from notelens.errors import MissingPackageError
+
+        raise MissingPackageError("speaking to an engine needs httpx: pip install 'notelens[serve]'") from e
+
+    client = httpx.Client(timeout=timeout_s)
+
+    def send(body: dict[str, Any]) -> Mapping[str, Any]:
+        try:
+            answer = client.post(f"{url}/completions", json={"model": model, **body})
+        except httpx.HTTPError as e:
+            raise EngineError(f"{url}: no answer within {timeout_s:g} s ({type(e).__name__})") from e
+        if answer.status_code != 200:
+            raise EngineError(f"{url}: status {answer.status_code}: {answer.text[:300]}")
+        return answer.json()
+
+    return send
+
+
+__all__ = [
+    "Answer", "Plan", "Request", "SkillSession", "SkillText", "engine_block_size", "http_sender", "new_salt", "plan",
+]  # fmt: skip
