@@ -40,8 +40,8 @@ def check_version(version: str) -> None:
     found = re.match(r"(\d+\.\d+)(\.|$|\+|rc|a|b)", version)
     if found is None or found[1] not in SERIES:
         raise EngineError(
-            f"the skill plug-in is written for vLLM {', '.join(SERIES)}.x and this is {version}; its connector interface changes "
-            "between releases, so install a release of that series"
+            f"the skill plug-in is written for vLLM {', '.join(SERIES)}.x and this is {version}; its connector interface "
+            "changes between releases, so install a release of that series"
         )
 
 
@@ -56,8 +56,8 @@ def check_signatures(base: type, wanted: Mapping[str, tuple[str, ...]] = SIGNATU
         found = None if method is None else tuple(inspect.signature(method).parameters)
         if found != parameters:
             raise EngineError(
-                f"{base.__name__}.{name} has parameters {found}, the skill plug-in is written for {parameters}; this release of "
-                "the engine has another connector interface"
+                f"{base.__name__}.{name} has parameters {found}, the skill plug-in is written for {parameters}; this release "
+                "of the engine has another connector interface"
             )
 
 

@@ -215,8 +215,8 @@ def table_pairing(frequencies: Sequence[float], ropes: Sequence[Any], layer: int
         if bool((size > 0).all()) and float((found / torch.cat([size, size]) - wanted).abs().max()) <= allowed:
             return "half" if rope.is_neox_style else "adjacent"
     raise UnsupportedModelError(
-        f"layer {layer} of the skill was rotated with another RoPE table (base or scaling) than any of the engine's; keys cannot "
-        "be moved"
+        f"layer {layer} of the skill was rotated with another RoPE table (base or scaling) than any of the engine's; keys "
+        "cannot be moved"
     )
 
 

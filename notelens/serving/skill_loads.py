@@ -174,8 +174,8 @@ def choose(
         if mark.start > at:
             raise RefusedLoadError(
                 "prefix",
-                f"tokens {at}..{mark.start - 1} in front of skill {mark.name!r} are not in the engine's cache; send them first, "
-                "as a request of their own under the same cache_salt",
+                f"tokens {at}..{mark.start - 1} in front of skill {mark.name!r} are not in the engine's cache; send them "
+                "first, as a request of their own under the same cache_salt",
             )
         pieces.append(Piece(mark.name, skill.signature, at - mark.start, stop - at, at))
         at = stop

@@ -1,11 +1,13 @@
 """Requests that contain skills, for an engine with the plug-in: what has to go ahead, and how the engine is told.
 
-An engine takes rows of a skill only behind tokens it has cached, up to a block edge (:mod:`notelens.serving.skill_loads`). So a
-prompt ``[text][skill][text]`` becomes a short request that ends at the edge in or in front of the skill, and the request itself,
-which marks the skill. With ``align="head"`` the first request also runs the first rows of the skill, up to the edge, in their
-place; with ``align="pad"`` the text is padded to the edge, and the skill is used whole.
+An engine takes rows of a skill only behind tokens it has cached, up to a block edge (:mod:`notelens.serving.skill_loads`).
+So a prompt ``[text][skill][text]`` becomes a short request that ends at the edge in or in front of the skill, and the request
+itself, which marks the skill. With ``align="head"`` the first request also runs the first rows of the skill, up to the edge, in
+their place; with ``align="pad"`` the text is padded to the edge, and the skill is used whole. A skill right behind another one
+is taken together with it.
 
-Nothing here depends on an engine's library: requests are plain bodies of ``/v1/completions`` with token ids, sent by a function.
+Nothing here depends on an engine's library: requests are plain bodies of ``/v1/completions`` with token ids, sent by a
+function.
 """
 
 import re
@@ -135,22 +137,28 @@ def plan(parts: Sequence[Part], *, block_size: int, align: Align = "head", pad_i
         raise EngineError("align='pad' needs pad_id, a token that says nothing (a newline)")
     prompt, skills, ahead = list[int](), list[tuple[str, int]](), list[Request]()
     in_place = padding = 0
+    loading = False
     for part in parts:
         ids = list(part.token_ids if isinstance(part, SkillText) else part)
         if not ids:
             raise EngineError("a part of the prompt is empty; leave it out")
-        if isinstance(part, SkillText):
+        if isinstance(part, SkillText) and loading:
+            skills.append((part.name, len(prompt)))
+        elif isinstance(part, SkillText):
             missing = -len(prompt) % block_size
             if align == "pad" and pad_id is not None:
                 prompt += [pad_id] * missing
                 padding += missing
                 missing = 0
             start = len(prompt)
-            if missing < len(ids):  # otherwise no row of it lies behind an edge, and it is text like any other
+            loading = missing < len(ids)  # otherwise no row of it lies behind an edge, and it is text like any other
+            if loading:
                 if start + missing > 0:
                     ahead.append(Request((*prompt, *ids[:missing]), tuple(skills)))
                 skills.append((part.name, start))
                 in_place += missing
+        else:
+            loading = False
         prompt += ids
     return Plan(tuple(ahead), Request(tuple(prompt), tuple(skills)), in_place, padding)
 
