@@ -37,7 +37,9 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def skills(model: Any) -> dict[str, Skill]:
     policy = compile_skill(model, random_ids(100, seed=1), name="policy")
-    tool = compile_skill(model, random_ids(70, seed=2), name="tool", condition="neutral", scheme="unrotated")
+    tool = compile_skill(
+        model, random_ids(70, seed=2), name="tool", condition="neutral", prefix=random_ids(4), scheme="unrotated"
+    )
     return {"policy": policy, "tool": tool}
 
 

@@ -1,4 +1,4 @@
-"""The hash of a model's weights from its folder, as the library computes it from the loaded model; needs torch and safetensors."""
+"""The hash of a model's weights from its folder, as the library computes it from the loaded model; torch-only."""
 
 import hashlib
 from pathlib import Path

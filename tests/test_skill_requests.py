@@ -1,0 +1,185 @@
+"""Requests that contain skills: what goes ahead, what is marked, and how sessions stay apart."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from notelens.cache.library import SkillLibrary
+from notelens.errors import EngineError
+from notelens.serving.skill_requests import SkillSession, SkillText, engine_block_size, plan
+from notelens.serving.skill_scheduler import SchedulerSide
+from notelens.serving.skill_store import SkillStore
+from tests.contracts.models import random_ids
+from tests.skill_cases import BLOCK, SKILL, TOOL, skill_library
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> SkillLibrary:
+    return skill_library(tmp_path / "skills")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """An engine that caches blocks by salt and prompt, and decides as the scheduler's half does."""
+
+    def __init__(self, store: SkillStore) -> None:
+        self.side = SchedulerSide(store)
+        self.blocks: set[tuple[str | None, tuple[int, ...]]] = set()
+        self.bodies: list[dict[str, Any]] = []
+        self.run: list[int] = []
+
+    def send(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt, salt = tuple(body["prompt"]), body.get("cache_salt")
+        self.bodies.append(body)
+        n = 0
+        while n + BLOCK < len(prompt) and (salt, prompt[: n + BLOCK]) in self.blocks:
+            n += BLOCK
+        marked = SimpleNamespace(
+            request_id="r", prompt_token_ids=list(prompt), cache_salt=salt, lora_request=None, mm_features=[],
+            kv_transfer_params=body.get("kv_transfer_params"),
+        )  # fmt: skip
+        external = self.side.matched(marked, n)
+        self.side.allocated("r", list(range(99)), external)
+        self.side.take_loads()
+        self.side.ended({"r"}, [])
+        self.run.append(len(prompt) - n - external)
+        self.blocks |= {(salt, prompt[:k]) for k in range(BLOCK, len(prompt) + 1, BLOCK)}
+        return {"choices": [{"text": "ok"}], "kv_transfer_params": self.side.finished("r")}
+
+
+class TestRequests:
+    BEFORE, AFTER = random_ids(19, seed=9), random_ids(3, seed=10)
+
+    def test_a_ragged_head_is_run_ahead(self) -> None:
+        found = plan([self.BEFORE, SkillText("policy", SKILL), self.AFTER], block_size=BLOCK)
+        assert [len(r.prompt) for r in found.ahead] == [24] and found.ahead[0].skills == ()
+        assert found.main.skills == (("policy", 19),) and found.main.prompt == (*self.BEFORE, *SKILL, *self.AFTER)
+        assert found.computed_in_place == 5 and found.padding == 0
+
+    def test_padding_brings_a_skill_to_an_edge(self) -> None:
+        found = plan([self.BEFORE, SkillText("policy", SKILL), self.AFTER], block_size=BLOCK, align="pad", pad_id=1)
+        assert found.main.prompt == (*self.BEFORE, 1, 1, 1, 1, 1, *SKILL, *self.AFTER)
+        assert found.main.skills == (("policy", 24),) and found.padding == 5 and found.computed_in_place == 0
+        assert found.ahead[0].prompt == found.main.prompt[:24]
+
+    def test_every_skill_with_text_in_front_goes_ahead(self) -> None:
+        parts = [SkillText("policy", SKILL), self.BEFORE, SkillText("tool", TOOL), SkillText("tool", TOOL), self.AFTER]
+        found = plan(parts, block_size=BLOCK)
+        assert [len(r.prompt) for r in found.ahead] == [40] and found.ahead[0].skills == (("policy", 0),)
+        assert found.main.skills == (("policy", 0), ("tool", 40), ("tool", 49))
+
+    def test_a_skill_within_one_block_is_text(self) -> None:
+        found = plan([self.BEFORE, SkillText("small", (1, 2, 3)), self.AFTER], block_size=BLOCK)
+        assert found.ahead == () and found.main.skills == () and "kv_transfer_params" not in found.main.body("s")
+
+    @pytest.mark.parametrize(
+        ("parts", "options", "text"),
+        [
+            ([], {}, "text behind its last skill"),
+            ([(1,), SkillText("a", (1,))], {}, "text behind its last skill"),
+            ([(), SkillText("a", (1,)), (2,)], {}, "empty"),
+            ([(1,)], {"block_size": 0}, "block size"),
+            ([(1,)], {"align": "pad"}, "pad_id"),
+        ],
+    )
+    def test_what_cannot_be_sent(self, parts: list[Any], options: dict[str, Any], text: str) -> None:
+        with pytest.raises(EngineError, match=text):
+            plan(parts, **{"block_size": BLOCK, **options})
+
+    @pytest.mark.parametrize("align", ["head", "pad"])
+    def test_a_session_runs_only_what_is_no_skill(self, library: SkillLibrary, align: Any) -> None:
+        fake = Fake(SkillStore(library))
+        session = SkillSession(fake.send, block_size=BLOCK, align=align, pad_id=1)
+        parts = [self.BEFORE, SkillText.of(library, "policy"), self.AFTER, SkillText.of(library, "tool"), self.AFTER]
+        answer = session.complete(parts)
+        assert (answer.kind, answer.n_ahead, answer.text) == ("loaded", 2, "ok")
+        # the text in front up to an edge; text between the skills, with the head of the second; the question
+        assert fake.run == ([24, 8, 3] if align == "head" else [24, 3, 3])
+        assert {b["cache_salt"] for b in fake.bodies} == {session.salt}
+        again = session.complete([*parts[:-1], random_ids(6, seed=11)])
+        assert again.n_ahead == 0 and fake.run[3:] == [6]
+
+    def test_sessions_and_exact_requests_are_apart(self, library: SkillLibrary) -> None:
+        fake = Fake(SkillStore(library))
+        parts = [self.BEFORE, SkillText.of(library, "policy"), self.AFTER]
+        prompt = plan(parts, block_size=BLOCK).main.prompt
+        first = SkillSession(fake.send, block_size=BLOCK)
+        first.complete(parts)
+        fake.send({"prompt": prompt})
+        assert fake.run[-1] == len(prompt)  # nothing of it was reachable
+        second = SkillSession(fake.send, block_size=BLOCK)
+        assert second.complete(parts).n_ahead == 1 and second.salt != first.salt
+        fake.send({"prompt": prompt, "cache_salt": first.salt})
+        assert fake.run[-1] < BLOCK + len(self.AFTER)  # under its own salt it is
+
+    def test_an_engine_that_forgot_the_text_in_front_is_told_again(self, library: SkillLibrary) -> None:
+        fake = Fake(SkillStore(library))
+        session = SkillSession(fake.send, block_size=BLOCK)
+        parts = [self.BEFORE, SkillText.of(library, "policy"), self.AFTER]
+        session.complete(parts)
+        fake.blocks.clear()
+        lost = session.complete(parts)
+        assert lost.kind == "prefix" and lost.reason is not None and "send them first" in lost.reason
+        fake.blocks.clear()
+        assert session.complete(parts).kind == "loaded"
+
+    def test_an_engine_without_the_plugin_is_seen(self) -> None:
+        session = SkillSession(lambda body: {"choices": [{"text": ""}]}, block_size=BLOCK)
+        answer = session.complete([self.BEFORE, SkillText("policy", SKILL), self.AFTER])
+        assert (answer.kind, answer.loaded_tokens) == ("unknown", 0)
+
+    def test_a_salt_of_another_kind_is_refused(self) -> None:
+        with pytest.raises(EngineError, match="begins with"):
+            SkillSession(lambda body: {}, block_size=BLOCK, salt="mine")
+
+    def test_the_block_size_is_read_from_the_metrics(self) -> None:
+        line = (
+            'vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching="True",engine="0"} 1.0\n'
+        )
+        assert engine_block_size("# HELP x\n" + line) == 32
+        with pytest.raises(EngineError, match="give the block size"):
+            engine_block_size('vllm:cache_config_info{hash_block_size="16"} 1.0\n')
+
+
+def http_answers(monkeypatch: pytest.MonkeyPatch, handle: Callable[[Any], Any]) -> Any:
+    import httpx
+
+    from notelens.serving.skill_requests import http_sender
+
+    client = httpx.Client(transport=httpx.MockTransport(handle))
+    monkeypatch.setattr(httpx, "Client", lambda **options: client)
+    return http_sender("http://engine/v1", "m")
+
+
+def test_a_sender_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    seen: list[Any] = []
+
+    def handle(request: Any) -> Any:
+        seen.append((str(request.url), json.loads(request.content)))
+        return (
+            httpx.Response(200, json={"choices": []}) if len(seen) == 1 else httpx.Response(404, text="no such model")
+        )
+
+    send = http_answers(monkeypatch, handle)
+    assert send({"prompt": [1]}) == {"choices": []}
+    assert seen == [("http://engine/v1/completions", {"model": "m", "prompt": [1]})]
+    with pytest.raises(EngineError, match=r"404.*no such model"):
+        send({"prompt": [1]})
+
+
+def test_an_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    def handle(request: Any) -> Any:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(EngineError, match="no answer within 60 s"):
+        http_answers(monkeypatch, handle)({"prompt": [1]})
