@@ -124,5 +124,33 @@ class RefusedError(AgentError):
     """An environment refused a call because its precondition does not hold; nothing was changed."""
 
 
-class EngineError(InputError):
-    """A serving engine, or a request to it, cannot be used as asked; the message says what stands in the way."""
+class ServingError(NotelensError):
+    """An engine could not be started or reached, or did not answer as it should."""
+
+
+class EngineUrlError(ServingError, InputError):
+    """Nothing answers at an address, or what answers is no OpenAI-compatible engine."""
+
+
+class EngineModelError(ServingError, InputError):
+    """An engine serves another model than the one that was asked for."""
+
+
+class PortInUseError(ServingError, InputError):
+    """The port on which an engine is to listen is taken."""
+
+
+class PrefixCacheError(ServingError, InputError):
+    """An engine reuses no prefixes, or does not keep salted prompts apart."""
+
+
+class RequestTimeoutError(ServingError):
+    """A request took longer than its limit."""
+
+
+class PartialRunError(NotelensError):
+    """A benchmark ended before all was measured; what was is recorded and marked (command line exit code 4)."""
+
+
+class EngineError(ServingError, InputError):
+    """An engine is not set up for what is asked of it, or a request does not say it in a way that can be answered."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from notelens.cache.library import SkillLibrary
-from notelens.errors import EngineError
-from notelens.serving.skill_requests import SkillSession, SkillText, engine_block_size, plan
+from notelens.errors import EngineError, RequestTimeoutError, ServingError
+from notelens.serving.skill_requests import SkillSession, SkillText, plan
 from notelens.serving.skill_scheduler import SchedulerSide
 from notelens.serving.skill_store import SkillStore
 from tests.contracts.models import random_ids
@@ -138,14 +138,6 @@ class TestRequests:
         with pytest.raises(EngineError, match="begins with"):
             SkillSession(lambda body: {}, block_size=BLOCK, salt="mine")
 
-    def test_the_block_size_is_read_from_the_metrics(self) -> None:
-        line = (
-            'vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching="True",engine="0"} 1.0\n'
-        )
-        assert engine_block_size("# HELP x\n" + line) == 32
-        with pytest.raises(EngineError, match="give the block size"):
-            engine_block_size('vllm:cache_config_info{hash_block_size="16"} 1.0\n')
-
 
 def http_answers(monkeypatch: pytest.MonkeyPatch, handle: Callable[[Any], Any]) -> Any:
     import httpx
@@ -154,7 +146,7 @@ def http_answers(monkeypatch: pytest.MonkeyPatch, handle: Callable[[Any], Any]) 
 
     client = httpx.Client(transport=httpx.MockTransport(handle))
     monkeypatch.setattr(httpx, "Client", lambda **options: client)
-    return http_sender("http://engine/v1", "m")
+    return http_sender("http://engine", "m")
 
 
 def test_a_sender_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +163,7 @@ def test_a_sender_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     send = http_answers(monkeypatch, handle)
     assert send({"prompt": [1]}) == {"choices": []}
     assert seen == [("http://engine/v1/completions", {"model": "m", "prompt": [1]})]
-    with pytest.raises(EngineError, match=r"404.*no such model"):
+    with pytest.raises(ServingError, match=r"404.*no such model"):
         send({"prompt": [1]})
 
 
@@ -179,7 +171,11 @@ def test_an_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
     import httpx
 
     def handle(request: Any) -> Any:
-        raise httpx.ConnectError("refused")
+        raise found[0]
 
-    with pytest.raises(EngineError, match="no answer within 60 s"):
-        http_answers(monkeypatch, handle)({"prompt": [1]})
+    send, found = http_answers(monkeypatch, handle), [httpx.ConnectError("refused")]
+    with pytest.raises(ServingError, match="cannot be reached"):
+        send({"prompt": [1]})
+    found = [httpx.ReadTimeout("slow")]
+    with pytest.raises(RequestTimeoutError, match="no answer within 60 s"):
+        send({"prompt": [1]})

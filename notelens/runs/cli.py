@@ -1,8 +1,8 @@
-"""The command line: ``notelens run``, ``map``, ``list``, ``gate``, ``table``, ``merge`` and ``skill``; imports no torch.
+"""The command line: ``notelens run``, ``map``, ``list``, ``gate``, ``table``, ``merge``, ``skill``, ``serve-bench``; no torch.
 
 Exit codes: 0 done, 1 something failed on the way (a full disk, non-finite logits), 2 bad input, 3 the model failed its
-gate or is not competent (of a sweep: a cell is marked), 130 stopped by Ctrl-C. Errors are one line on stderr that begins
-with ``error:``.
+gate or is not competent (of a sweep: a cell is marked), 4 a benchmark is partial, and marked, 130 stopped by Ctrl-C. Errors are
+one line on stderr that begins with ``error:``.
 """
 
 import ast
@@ -24,17 +24,18 @@ from notelens.errors import (
     InputError,
     MissingPackageError,
     NotelensError,
+    PartialRunError,
     UnsupportedModelError,
 )
 from notelens.registry import nearest
 from notelens.runs import skills
-from notelens.runs.progress import Progress, Silent
+from notelens.runs.progress import Bars, Progress, Silent
 from notelens.runs.sweep_config import is_sweep
 from notelens.runs.sweep_folder import is_sweep_folder
 from notelens.runs.tables import FORMATS, load_table, render
 from notelens.runs.yamlfile import Document
 
-OK, FAILED, BAD_INPUT, NOT_ADMITTED, STOPPED = 0, 1, 2, 3, 130
+OK, FAILED, BAD_INPUT, NOT_ADMITTED, PARTIAL, STOPPED = 0, 1, 2, 3, 4, 130
 
 app = typer.Typer(
     name="notelens",
@@ -242,7 +243,7 @@ def table(
     format: Annotated[str, typer.Option(help="md, csv, tex or json.")] = "md",
     layout: Annotated[str, typer.Option(help="Of a sweep: long, or wide (one row per model).")] = "long",
 ) -> None:
-    """Print the aggregates of a run or of a sweep."""
+    """Print the aggregates of a run, of a sweep or of a serving benchmark."""
     if is_sweep_folder(folder):
         from notelens.runs.sweep_tables import render_sweep
 
@@ -252,7 +253,36 @@ def table(
         raise InputError(f"{folder}: --layout {layout} is for the folder of a sweep, and this holds none")
     if format not in FORMATS:
         raise InputError(f"unknown format {format!r}; {nearest(format, list(FORMATS))}")
-    typer.echo(render(load_table(folder), format), nl=False)
+    from notelens.runs.serve_tables import is_serve_folder, serve_table
+
+    found = serve_table(folder) if is_serve_folder(folder) else load_table(folder)
+    typer.echo(render(found, format), nl=False)
+
+
+@app.command("serve-bench")
+def serve_bench(
+    config: Annotated[Path, typer.Argument(help="YAML file, for instance configs/bench/serve_smollm2.yaml.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<name> when not given.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one value: engine.port=8000. Repeatable."),
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="Also put rows into this file of benchmark results.")] = None,
+    device: Annotated[str, typer.Option(help="What the engine runs on, for those rows.")] = "unknown",
+) -> None:
+    """Time an engine with a field in the prefix, hoisted, or corrected behind it, below and above its capacity."""
+    from notelens.runs.serve_cli import run_benchmark
+
+    try:
+        with _progress() as progress:
+            lines, marks = run_benchmark(config, tuple(set_ or ()), out, results, device, progress)
+    except KeyboardInterrupt:
+        _say("stopped: whole cells are kept; run the same command to continue")
+        raise typer.Exit(STOPPED) from None
+    for line in lines:
+        typer.echo(line)
+    if marks:
+        raise PartialRunError(f"the benchmark is partial: {'; '.join(marks)}")
 
 
 @app.command()
@@ -296,6 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _code(error: NotelensError) -> int:
     if isinstance(error, GateError | CompetenceError):
         return NOT_ADMITTED
+    if isinstance(error, PartialRunError):
+        return PARTIAL
     if isinstance(error, InputError | UnsupportedModelError | MissingPackageError):
         return BAD_INPUT
     return FAILED
@@ -323,28 +355,6 @@ class _Lines(Silent):
         _say(text)
 
 
-class _Bars:
-    """A bar per stage, and a line per finished probe above them."""
-
-    def __init__(self, bars: Any) -> None:
-        self.bars = bars
-        self.current: Any = None
-
-    def stage(self, probe: str, stage: str, total: int, done: int) -> None:
-        """Start the next bar."""
-        if self.current is not None:
-            self.bars.remove_task(self.current)
-        self.current = self.bars.add_task(f"{probe} ({stage})", total=total, completed=done)
-
-    def item(self) -> None:
-        """Move the bar."""
-        self.bars.advance(self.current)
-
-    def note(self, text: str) -> None:
-        """Print above the bar."""
-        self.bars.console.print(text, markup=False, highlight=False)
-
-
 @contextlib.contextmanager
 def _steps() -> Iterator[Callable[[str], None]]:
     """Say what is being computed, on stderr, where that is a terminal."""
@@ -365,11 +375,11 @@ def _progress() -> Iterator[Progress]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
+    from rich.progress import Progress as Display
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        yield _Bars(bars)
+    with Display(*columns, console=Console(stderr=True), transient=True) as bars:
+        yield Bars(bars)
 
 
 if __name__ == "__main__":

@@ -245,12 +245,12 @@ def _key(at: Any, part: str, path: Keys, source: str) -> str | int:
     return int(part)
 
 
-def config_hash(config: RunConfig) -> str:
+def config_hash(config: Closed) -> str:
     """sha256 of everything that affects results, independent of key order, spelling of defaults and process."""
     return hashlib.sha256(json.dumps(hashed(config), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def hashed(config: RunConfig) -> dict[str, Any]:
+def hashed(config: Closed) -> dict[str, Any]:
     """The part of a configuration that :func:`config_hash` covers, as plain data."""
     return config.model_dump(mode="json", exclude=set(UNHASHED))
 

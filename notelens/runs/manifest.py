@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import notelens
 from notelens.errors import ConfigError, RecordError
-from notelens.runs.config import UNHASHED, RunConfig, config_hash, differences, hashed
+from notelens.runs.config import UNHASHED, Closed, RunConfig, config_hash, differences, hashed
 from notelens.runs.files import reason, write_atomic
 from notelens.runs.records import plain
 
@@ -109,7 +109,7 @@ def new_manifest(config: RunConfig, facts: Mapping[str, Any]) -> Manifest:
     }
 
 
-def check_same_config(folder: Path, manifest: Manifest, config: RunConfig) -> None:
+def check_same_config(folder: Path, manifest: Manifest, config: Closed) -> None:
     """A run is continued only with the configuration it began with.
 
     Raises:

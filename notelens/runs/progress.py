@@ -1,6 +1,6 @@
 """How a run shows where it is."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -30,3 +30,25 @@ class Silent:
 
     def note(self, text: str) -> None:
         """Nothing."""
+
+
+class Bars:
+    """A bar per stage, and a line per finished probe above them."""
+
+    def __init__(self, bars: Any) -> None:
+        self.bars = bars
+        self.current: Any = None
+
+    def stage(self, probe: str, stage: str, total: int, done: int) -> None:
+        """Start the next bar."""
+        if self.current is not None:
+            self.bars.remove_task(self.current)
+        self.current = self.bars.add_task(f"{probe} ({stage})", total=total, completed=done)
+
+    def item(self) -> None:
+        """Move the bar."""
+        self.bars.advance(self.current)
+
+    def note(self, text: str) -> None:
+        """Print above the bar."""
+        self.bars.console.print(text, markup=False, highlight=False)

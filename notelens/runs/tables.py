@@ -33,6 +33,7 @@ MARKS = {
     "few_clusters": ("‡", "fewer than 5 scenario families, so the interval is too short"),
     "one_cluster": ("‡", "fewer than 5 scenario families, so the interval is too short"),
     "single_instance": ("§", "one row, so there is no interval"),
+    "few_tail": ("¶", "fewer than 5 requests lie beyond this percentile, so its interval ends at the slowest of them"),
 }
 DIRECTIONS = ("denoising", "noising")
 
@@ -318,7 +319,7 @@ def _csv(table: Table, rows: Sequence[Line]) -> str:
 _TEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}", "§": r"\S{}", '"': r"\textquotedbl{}",
+    "|": r"\textbar{}", "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}", "§": r"\S{}", "¶": r"\P{}", '"': r"\textquotedbl{}",
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""What a serving engine needs from the library, and what the library needs of an engine.
+"""Engines spoken to over HTTP: a client, prompts that their prefix caches like, a load generator, and skills inside vLLM.
 
-Nothing is imported before it is used: the plug-in of an engine runs in the engine's environment, with torch and safetensors
-and nothing else of ours.
+Nothing is imported before it is used: the plug-in runs in the engine's environment, with torch and safetensors and nothing else
+of ours.
 """

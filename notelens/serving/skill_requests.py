@@ -10,13 +10,13 @@ Nothing here depends on an engine's library: requests are plain bodies of ``/v1/
 function.
 """
 
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from notelens.errors import EngineError
+from notelens.errors import EngineError, RequestTimeoutError, ServingError
+from notelens.serving.client import base_url, need_httpx
 from notelens.serving.skill_loads import PARAMS, SALT
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def plan(parts: Sequence[Part], *, block_size: int, align: Align = "head", pad_i
 
     Args:
         parts: token ids and skills, in order; the last one is text.
-        block_size: tokens of one of the engine's blocks (:func:`engine_block_size`).
+        block_size: tokens of one of the engine's blocks (``read_settings`` of :mod:`notelens.serving.metrics`).
         align: what is done where a skill does not begin at a block edge.
         pad_id: token that ``align="pad"`` repeats at the end of the text in front of a skill.
 
@@ -206,7 +206,8 @@ class SkillSession:
             options: further entries of the request's body; ``temperature`` is 0 unless given.
 
         Raises:
-            EngineError: the parts cannot be sent, or the engine answers with an error.
+            EngineError: the parts cannot be sent.
+            ServingError: what the sender raises.
         """
         requests = plan(parts, block_size=self.block_size, align=self.align, pad_id=self.pad_id)
         common = {"temperature": 0.0, **options}
@@ -225,51 +226,38 @@ class SkillSession:
         )
 
 
-def engine_block_size(metrics: str) -> int:
-    """Tokens of a block, from the text of an engine's ``/metrics``.
-
-    Raises:
-        EngineError: the engine does not say.
-    """
-    found = re.search(r'^vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', metrics, re.MULTILINE)
-    if found is None:
-        raise EngineError("the engine's metrics hold no vllm:cache_config_info with a block_size; give the block size")
-    return int(found[1])
-
-
 def http_sender(url: str, model: str, *, timeout_s: float = 60.0) -> Send:
     """A :data:`Send` over HTTP.
 
     Args:
-        url: of the engine, with ``/v1``.
+        url: ``http://host:port``, with or without ``/v1``.
         model: the engine's name for its model.
         timeout_s: for each request.
 
     Raises:
-        MissingPackageError: httpx is not installed (extra ``serve``). The sender raises EngineError where the engine cannot be
-            reached, does not answer in time, or answers with an error.
+        MissingPackageError: httpx is not installed.
+        InputError: ``url`` is no http address.
+
+    The sender raises RequestTimeoutError where there is no answer in time, and ServingError where the engine cannot be reached or
+    refuses the request.
     """
-    try:
-        import httpx
-    except ImportError as e:
-        from notelens.errors import MissingPackageError
-
-        raise MissingPackageError("speaking to an engine needs httpx: pip install 'notelens[serve]'") from e
-
-    client = httpx.Client(timeout=timeout_s)
+    httpx, at = need_httpx(), base_url(url)
+    client = httpx.Client(timeout=timeout_s, trust_env=False)
 
     def send(body: dict[str, Any]) -> Mapping[str, Any]:
         try:
-            answer = client.post(f"{url}/completions", json={"model": model, **body})
+            answer = client.post(f"{at}/v1/completions", json={"model": model, **body})
+        except httpx.TimeoutException as e:
+            raise RequestTimeoutError(f"the engine at {at} gave no answer within {timeout_s:g} s") from e
         except httpx.HTTPError as e:
-            raise EngineError(f"{url}: no answer within {timeout_s:g} s ({type(e).__name__})") from e
+            raise ServingError(f"the engine at {at} cannot be reached ({type(e).__name__})") from e
         if answer.status_code != 200:
-            raise EngineError(f"{url}: status {answer.status_code}: {answer.text[:300]}")
+            raise ServingError(f"the engine at {at} refused a request ({answer.status_code}): {answer.text[:300]}")
         return answer.json()
 
     return send
 
 
 __all__ = [
-    "Answer", "Plan", "Request", "SkillSession", "SkillText", "engine_block_size", "http_sender", "new_salt", "plan",
+    "Answer", "Plan", "Request", "SkillSession", "SkillText", "http_sender", "new_salt", "plan",
 ]  # fmt: skip

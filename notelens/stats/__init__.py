@@ -18,6 +18,7 @@ from notelens.stats.agreement import (
     gap_recovered,
     logit_distance,
 )
+from notelens.stats.blocks import block_statistic
 from notelens.stats.bootstrap import cluster_bootstrap, cluster_statistic, paired_difference, rank_correlation
 from notelens.stats.estimate import (
     BCA_UNDEFINED,
@@ -55,6 +56,7 @@ __all__ = [
     "LogitDistance",
     "agreement",
     "benjamini_hochberg",
+    "block_statistic",
     "cluster_bootstrap",
     "cluster_rate",
     "cluster_slope",

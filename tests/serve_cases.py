@@ -1,0 +1,68 @@
+"""Fake engines and small configurations for the tests of serving."""
+
+import contextlib
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from notelens.runs.serve_config import ServeConfig
+from notelens.serving.engine import Engine, EngineCommand, running
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+def command(**options: Any) -> tuple[str, ...]:
+    """How to start a fake engine."""
+    return (sys.executable, "-S", str(FAKE), "{port}", *(f"{k}={v}" for k, v in options.items()))
+
+
+@contextlib.contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Engine]:
+    """A running fake engine."""
+    with running(EngineCommand(command(**options), ready_s=20.0, stop_s=3.0), folder / "engine.log") as found:
+        yield found
+
+
+def asked(url: str) -> dict[str, Any]:
+    """What a fake engine was asked."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/asked", timeout=5) as response:
+        return json.loads(response.read())
+
+
+def config(*, url: str | None = None, options: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A small benchmark as plain data."""
+    start = {"command": list(command(**(options or {}))), "ready_s": 20, "stop_s": 3}
+    data: dict[str, Any] = {
+        "name": "small", "engine": start if url is None else {"url": url}, "prompt": {"policy_tokens": 1600, "policies": 2},
+        "capacity": {"n": 4, "in_flight": 2}, "loads": [{"name": "below", "multiple": 0.5}, {"name": "saturation"}], "n": 6,
+        "arms": ["in_prefix", "erratum"], "timeout_s": 5, "ttft_objective_ms": 20, "figures": False,
+    }  # fmt: skip
+    return {**data, **changes}
+
+
+def parsed(**changes: Any) -> ServeConfig:
+    """A small benchmark."""
+    return ServeConfig.model_validate_json(json.dumps(config(**changes)))
+
+
+def exists(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def children_of(log: Path) -> list[int]:
+    """Processes that a fake engine said it started."""
+    return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child ")]
+
+
+def pythonpath() -> dict[str, str]:
+    """Environment of a child that is to find this package."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
