@@ -1,6 +1,8 @@
 """What the tests of the skill plug-in share: two skills in a library, blocks and rotary tables as vLLM keeps them."""
 
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,6 +10,8 @@ from torch import Tensor
 
 from notelens.cache.library import SkillLibrary
 from notelens.compose import compile_skill
+from notelens.serving.skill_scheduler import SchedulerSide
+from notelens.serving.skill_store import SkillStore
 from tests.contracts.models import note_model, random_ids
 
 BLOCK = 8
@@ -51,6 +55,53 @@ class Rope:
         angle = torch.arange(300)[:, None].float() * inv_freq
         self.cos_sin_cache = (size * torch.cat([angle.cos(), angle.sin()], 1)).to(dtype)
         self.is_neox_style = neox
+
+
+class FakeEngine:
+    """An engine that caches blocks by salt and tokens, and takes rows as the scheduler's half of the plug-in says.
+
+    Its answer depends on the prompt and on whether any of its rows came from a skill.
+
+    Args:
+        store: of skills.
+        salted: whether the salt is part of a block's key; an engine without it would be polluted.
+    """
+
+    def __init__(self, store: SkillStore, *, salted: bool = True) -> None:
+        self.side = SchedulerSide(store)
+        self.blocks: dict[tuple[str | None, tuple[int, ...]], bool] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.run: list[int] = []
+        self._salted = salted
+        self._lock = Lock()
+
+    def send(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            return self._send(body)
+
+    def _send(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt, salt = tuple(body["prompt"]), body.get("cache_salt")
+        key = salt if self._salted else None
+        self.bodies.append(body)
+        n, approximate = 0, False
+        while n + BLOCK < len(prompt) and (key, prompt[: n + BLOCK]) in self.blocks:
+            n += BLOCK
+            approximate = self.blocks[key, prompt[:n]]
+        request = SimpleNamespace(
+            request_id="r", prompt_token_ids=list(prompt), cache_salt=salt, lora_request=None, mm_features=[],
+            kv_transfer_params=body.get("kv_transfer_params"),
+        )  # fmt: skip
+        external = self.side.matched(request, n)
+        self.side.allocated("r", list(range(999)), external)
+        self.side.take_loads()
+        self.side.ended({"r"}, [])
+        self.run.append(len(prompt) - n - external)
+        approximate = approximate or external > 0
+        for k in range(n + BLOCK, len(prompt) + 1, BLOCK):
+            self.blocks[key, prompt[:k]] = approximate
+        choices = body.get("allowed_token_ids", range(50))
+        tokens = [choices[(hash(prompt) + approximate) % len(choices)]] * body["max_tokens"]
+        return {"choices": [{"text": "ok", "token_ids": tokens}], "kv_transfer_params": self.side.finished("r")}
 
 
 def skill_library(folder: Path) -> SkillLibrary:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import pytest
 from notelens.cache.library import SkillLibrary
 from notelens.errors import EngineError, RequestTimeoutError, ServingError
 from notelens.serving.skill_requests import SkillSession, SkillText, plan
-from notelens.serving.skill_scheduler import SchedulerSide
 from notelens.serving.skill_store import SkillStore
 from tests.contracts.models import random_ids
-from tests.skill_cases import BLOCK, SKILL, TOOL, skill_library
+from tests.skill_cases import BLOCK, SKILL, TOOL, FakeEngine, skill_library
 
 
 @pytest.fixture
@@ -23,34 +21,6 @@ def library(tmp_path: Path) -> SkillLibrary:
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-
-class Fake:
-    """An engine that caches blocks by salt and prompt, and decides as the scheduler's half does."""
-
-    def __init__(self, store: SkillStore) -> None:
-        self.side = SchedulerSide(store)
-        self.blocks: set[tuple[str | None, tuple[int, ...]]] = set()
-        self.bodies: list[dict[str, Any]] = []
-        self.run: list[int] = []
-
-    def send(self, body: dict[str, Any]) -> dict[str, Any]:
-        prompt, salt = tuple(body["prompt"]), body.get("cache_salt")
-        self.bodies.append(body)
-        n = 0
-        while n + BLOCK < len(prompt) and (salt, prompt[: n + BLOCK]) in self.blocks:
-            n += BLOCK
-        marked = SimpleNamespace(
-            request_id="r", prompt_token_ids=list(prompt), cache_salt=salt, lora_request=None, mm_features=[],
-            kv_transfer_params=body.get("kv_transfer_params"),
-        )  # fmt: skip
-        external = self.side.matched(marked, n)
-        self.side.allocated("r", list(range(99)), external)
-        self.side.take_loads()
-        self.side.ended({"r"}, [])
-        self.run.append(len(prompt) - n - external)
-        self.blocks |= {(salt, prompt[:k]) for k in range(BLOCK, len(prompt) + 1, BLOCK)}
-        return {"choices": [{"text": "ok"}], "kv_transfer_params": self.side.finished("r")}
 
 
 class TestRequests:
@@ -94,7 +64,7 @@ class TestRequests:
 
     @pytest.mark.parametrize("align", ["head", "pad"])
     def test_a_session_runs_only_what_is_no_skill(self, library: SkillLibrary, align: Any) -> None:
-        fake = Fake(SkillStore(library))
+        fake = FakeEngine(SkillStore(library))
         session = SkillSession(fake.send, block_size=BLOCK, align=align, pad_id=1)
         parts = [self.BEFORE, SkillText.of(library, "policy"), self.AFTER, SkillText.of(library, "tool"), self.AFTER]
         answer = session.complete(parts)
@@ -106,20 +76,20 @@ class TestRequests:
         assert again.n_ahead == 0 and fake.run[3:] == [6]
 
     def test_sessions_and_exact_requests_are_apart(self, library: SkillLibrary) -> None:
-        fake = Fake(SkillStore(library))
+        fake = FakeEngine(SkillStore(library))
         parts = [self.BEFORE, SkillText.of(library, "policy"), self.AFTER]
         prompt = plan(parts, block_size=BLOCK).main.prompt
         first = SkillSession(fake.send, block_size=BLOCK)
         first.complete(parts)
-        fake.send({"prompt": prompt})
+        fake.send({"prompt": prompt, "max_tokens": 1})
         assert fake.run[-1] == len(prompt)  # nothing of it was reachable
         second = SkillSession(fake.send, block_size=BLOCK)
         assert second.complete(parts).n_ahead == 1 and second.salt != first.salt
-        fake.send({"prompt": prompt, "cache_salt": first.salt})
+        fake.send({"prompt": prompt, "cache_salt": first.salt, "max_tokens": 1})
         assert fake.run[-1] < BLOCK + len(self.AFTER)  # under its own salt it is
 
     def test_an_engine_that_forgot_the_text_in_front_is_told_again(self, library: SkillLibrary) -> None:
-        fake = Fake(SkillStore(library))
+        fake = FakeEngine(SkillStore(library))
         session = SkillSession(fake.send, block_size=BLOCK)
         parts = [self.BEFORE, SkillText.of(library, "policy"), self.AFTER]
         session.complete(parts)

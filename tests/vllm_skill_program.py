@@ -29,7 +29,7 @@ class Engine:
     def __init__(self, job: dict[str, Any]) -> None:
         self.llm = LLM(
             job["folder"],
-            dtype="float32",
+            dtype=job["dtype"],
             block_size=job["block_size"],
             max_model_len=job["max_model_len"],
             enforce_eager=True,

@@ -14,9 +14,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from notelens.errors import EngineError, RequestTimeoutError, ServingError
-from notelens.serving.client import base_url, need_httpx
+from notelens.serving.client import LOCAL, base_url, need_httpx
 from notelens.serving.skill_loads import PARAMS, SALT
 
 if TYPE_CHECKING:
@@ -197,6 +198,23 @@ class SkillSession:
             raise EngineError(f"salt {self.salt!r}: blocks with rows of skills need one that begins with {SALT!r}")
         self._ahead: set[tuple[int, ...]] = set()
 
+    def prepare(self, parts: Sequence[Part], **options: Any) -> int:
+        """Make the engine cache what stands in front of the skills of a prompt; returns how many requests this took.
+
+        Args:
+            parts, options: as for :meth:`complete`, which does it where it has not been done.
+
+        Raises:
+            EngineError, ServingError: as :meth:`complete`.
+        """
+        sent = 0
+        for request in self._plan(parts).ahead:
+            if request.prompt not in self._ahead:
+                self.send(request.body(self.salt, **{"temperature": 0.0, **options, "max_tokens": 1}))
+                self._ahead.add(request.prompt)
+                sent += 1
+        return sent
+
     def complete(self, parts: Sequence[Part], *, max_tokens: int = 16, **options: Any) -> Answer:
         """Send a prompt, and ahead of it what the engine has not cached yet in this session.
 
@@ -209,14 +227,9 @@ class SkillSession:
             EngineError: the parts cannot be sent.
             ServingError: what the sender raises.
         """
-        requests = plan(parts, block_size=self.block_size, align=self.align, pad_id=self.pad_id)
+        sent = self.prepare(parts, **options)
+        requests = self._plan(parts)
         common = {"temperature": 0.0, **options}
-        sent = 0
-        for request in requests.ahead:
-            if request.prompt not in self._ahead:
-                self.send(request.body(self.salt, **{**common, "max_tokens": 1}))
-                self._ahead.add(request.prompt)
-                sent += 1
         answer = self.send(requests.main.body(self.salt, **common, max_tokens=max_tokens))
         told = (answer.get("kv_transfer_params") or {}).get(PARAMS, {})
         if told.get("kind") == "prefix":  # the engine has dropped it meanwhile
@@ -224,6 +237,9 @@ class SkillSession:
         return Answer(
             answer, str(told.get("kind", "unknown")), int(told.get("loaded_tokens", 0)), told.get("reason"), sent
         )
+
+    def _plan(self, parts: Sequence[Part]) -> Plan:
+        return plan(parts, block_size=self.block_size, align=self.align, pad_id=self.pad_id)
 
 
 def http_sender(url: str, model: str, *, timeout_s: float = 60.0) -> Send:
@@ -238,11 +254,11 @@ def http_sender(url: str, model: str, *, timeout_s: float = 60.0) -> Send:
         MissingPackageError: httpx is not installed.
         InputError: ``url`` is no http address.
 
-    The sender raises RequestTimeoutError where there is no answer in time, and ServingError where the engine cannot be reached or
-    refuses the request.
+    The sender raises RequestTimeoutError where there is no answer in time, and ServingError where the engine cannot be reached
+    or refuses the request.
     """
     httpx, at = need_httpx(), base_url(url)
-    client = httpx.Client(timeout=timeout_s, trust_env=False)
+    client = httpx.Client(timeout=timeout_s, trust_env=urlsplit(at).hostname not in LOCAL)
 
     def send(body: dict[str, Any]) -> Mapping[str, Any]:
         try:
