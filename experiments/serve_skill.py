@@ -11,8 +11,8 @@ among mixed ones whose tokens change although they do not change without skilled
 Three stages. ``ttft``: the time of a request for one token, both arms in turns on the same prompt in one engine; ``cached``
 arms find the prefix in the cache and are compared with each other. ``decisions``: gated decisions with a long policy of
 distractors, read among the answers' first tokens. ``pollution``: exact and skilled requests over the same prompts at random,
-several at once. An exact answer is changed when its tokens are not those of the prompt's first exact answer (for half of the
-prompts, given before any skilled request) or of a prefill under a fresh salt (for the others).
+several at once. An exact answer is changed when its tokens are not those of a prefill under a salt of its own, made before any
+skilled request; half of the prompts are not asked exactly without a salt until skilled requests have been there.
 """
 
 import argparse
@@ -202,7 +202,10 @@ class ServeSkill:
     # --- pollution --------------------------------------------------------------------------------------------------------
 
     def _pollution(self, model: NoteModel, config: ServeSkillConfig, case: Mixed) -> list[Row]:
-        """Exact answers of half of the prompts before anything else, of all of them among skilled requests and afterwards."""
+        """Exact answers of half of the prompts alone, of all of them among skilled requests, and afterwards.
+
+        The other half is asked with skills first, when nothing exact of it is cached, so that what leaks is reached.
+        """
         n, more = config.answer_tokens, {"return_token_ids": True}
         skill = self._skill(model, case.prompts[0].skill)
         sessions = [self._session(config) for _ in case.prompts]
@@ -218,21 +221,20 @@ class ServeSkill:
 
         every = range(len(case.prompts))
         known = every[: len(every) // 2]
-        first = {at: exact(at)[2] for at in known}
+        truth = [self._exact(p.prompt, n, f"exact-{uuid.uuid4().hex}", **more) for p in case.prompts]
         draws = max(len(known), config.mixed // 10)
         with ThreadPoolExecutor(config.at_once) as pool:
             alone = list(pool.map(exact, [rng.choice(known) for _ in range(draws)]))
-        drawn = [(rng.choice([exact, skilled]), rng.randrange(len(every))) for _ in range(config.mixed)]
-        with ThreadPoolExecutor(config.at_once) as pool:
+            drawn = [(skilled, at) for at in every[len(known) :]]
+            drawn += [(rng.choice([exact, skilled]), rng.choice(every)) for _ in range(config.mixed - len(drawn))]
             mixed = list(pool.map(lambda d: d[0](d[1]), drawn))
         after = [exact(at) for at in every]
-        fresh = {at: self._exact(case.prompts[at].prompt, n, f"exact-{uuid.uuid4().hex}", **more) for at in every}
         rows: list[Row] = []
         for when, found in (("alone", alone), ("mixed", mixed), ("after", after)):
             rows += [
                 {
                     "item": case.id, "family": f"prompt{at}", "excluded": None, "method": kind, "when": when, "prompt": at,
-                    "changed": tokens != first.get(at, fresh[at]), "seen_before": at in first,
+                    "changed": tokens != truth[at], "seen_before": at in known,
                 }
                 for at, kind, tokens in found
             ]  # fmt: skip
