@@ -57,12 +57,12 @@ class ServeSkillConfig(FidelityConfig):
 
     Attributes:
         methods: not used here; the plug-in's way is that of ``shift``, or ``seam`` for the ragged head.
-        vllm: the engine's program.
+        python: of the engine's environment.
         url: of an engine that runs already, with the plug-in and the library of ``folder``; nothing is started then.
         folder: where the model and the skills are written for the engine.
         dtype: of the engine, and of the skills.
         block_size: of the engine; skills begin at its edges.
-        arguments: further ones of the engine's program.
+        arguments: further ones of the engine's server.
         prefix_tokens, skill_tokens, request_tokens: lengths of the timed prompt.
         rounds: how often it is timed; each with a prefix of its own.
         mixed, prompts, at_once: requests of the pollution stage, over how many prompts, and how many of them at a time.
@@ -72,7 +72,7 @@ class ServeSkillConfig(FidelityConfig):
 
     methods: tuple[str, ...] = ("shift",)
     margin: float = 0.05
-    vllm: str = ".venv-serve/bin/vllm"
+    python: str = ".venv-serve/bin/python"
     url: str | None = None
     folder: Path = Path("runs/serve-skill-model")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -254,13 +254,13 @@ class ServeSkill:
             other = {r["item"]: r["ms"] for r in alone}
             ratios = [other[r["item"]] / r["ms"] for r in skilled]
             e = cluster_bootstrap(ratios, None, "median", seed=sums.config.seed)
-            sums.add("skill_ttft_ratio", SKILL, e, excluded=lost, unit="ratio", params={"prefix": prefix})
+            sums.add("skill_ttft_ratio", SKILL, e, excluded=lost, unit="ratio", params={"state": prefix})
             for arm, found in ((SKILL, skilled), (ALONE, alone)):
                 e = cluster_bootstrap([r["ms"] for r in found], None, "median", seed=sums.config.seed)
-                sums.add("ttft_ms", arm, e, unit="ms", params={"prefix": prefix})
+                sums.add("ttft_ms", arm, e, unit="ms", params={"state": prefix})
             shares = [r["loaded_tokens"] / r["skill_tokens"] for r in skilled]
             e = cluster_bootstrap(shares, None, seed=sums.config.seed)
-            sums.add("loaded_share", SKILL, e, excluded=lost, unit="share of the skill", params={"prefix": prefix})
+            sums.add("loaded_share", SKILL, e, excluded=lost, unit="share of the skill", params={"state": prefix})
 
     def _decision_lines(self, sums: Sums) -> None:
         for method in (FULL, NO_CONTEXT, SKILL, UNRELATED):
@@ -332,14 +332,18 @@ def write_model(model: NoteModel, folder: Path) -> None:
 
 
 def command(config: ServeSkillConfig, model: Path, skills: Path) -> tuple[str, ...]:
-    """How the engine is started with the plug-in."""
+    """How the engine is started with the plug-in.
+
+    By its module: ``vllm serve`` of the CPU build 0.32.0 looks for a package named vllm, which it is not.
+    """
     connector = {
         "kv_connector": "SkillConnector", "kv_connector_module_path": "notelens.serving.vllm_plugin",
         "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"skill_library": str(skills.resolve())},
     }  # fmt: skip
     return (
-        config.vllm, "serve", str(model.resolve()), "--served-model-name", config.model, "--host", "{host}", "--port", "{port}",
+        config.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve()),
+        "--served-model-name", config.model, "--host", "{host}", "--port", "{port}",
         "--dtype", config.dtype, "--block-size", str(config.block_size), "--enable-prefix-caching",
         "--kv-transfer-config", json.dumps(connector), *config.arguments,
     )  # fmt: skip

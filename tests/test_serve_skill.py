@@ -81,7 +81,7 @@ def test_every_arm_runs_what_it_says(found: tuple[list[dict[str, Any]], FakeEngi
 
 def test_times_have_a_ratio_for_either_state_of_the_prefix(found: tuple[list[dict[str, Any]], FakeEngine]) -> None:
     for prefix in ("whole", "cached"):
-        ratio, share = (line(found[0], m, prefix=prefix) for m in ("skill_ttft_ratio", "loaded_share"))
+        ratio, share = (line(found[0], m, state=prefix) for m in ("skill_ttft_ratio", "loaded_share"))
         assert ratio["n"] == share["n"] == 3 and ratio["value"] > 0 and share["value"] == pytest.approx(57 / 60)
         assert ratio["n_excluded"] == 0
 
