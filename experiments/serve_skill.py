@@ -175,7 +175,7 @@ class ServeSkill:
 
     def _decisions(self, model: NoteModel, config: ServeSkillConfig, case: SkillCase) -> list[Row]:
         base: Row = {"item": case.id, "family": case.family, "form": case.form, "excluded": None, "right": case.right}
-        choose = {"allowed_token_ids": list(case.answer_ids), "return_token_ids": True}
+        choose: dict[str, Any] = {"allowed_token_ids": list(case.answer_ids), "return_token_ids": True}
 
         def index(tokens: Sequence[int]) -> int:
             return case.answer_ids.index(tokens[0])
@@ -206,7 +206,8 @@ class ServeSkill:
 
         The other half is asked with skills first, when nothing exact of it is cached, so that what leaks is reached.
         """
-        n, more = config.answer_tokens, {"return_token_ids": True}
+        n = config.answer_tokens
+        more: dict[str, Any] = {"return_token_ids": True}
         skill = self._skill(model, case.prompts[0].skill)
         sessions = [self._session(config) for _ in case.prompts]
         rng = random.Random(f"{config.seed}/mixed")
@@ -267,8 +268,8 @@ class ServeSkill:
             rows, lost = sums.of(method)
             if not rows:
                 continue
-            columns = ([r[key] for r in rows] for key in ("full", "answer", "right", "family"))
-            found = agreement(*columns)
+            full, answers, right, clusters = ([r[key] for r in rows] for key in ("full", "answer", "right", "family"))
+            found = agreement(full, answers, right, clusters)
             sums.add("agreement", method, found.overall, excluded=lost, by_chance=found.by_chance, empty=found.empty)
             wrong = ["full prefill wrong"] * (found.overall.n - found.given_right.n)
             sums.add(

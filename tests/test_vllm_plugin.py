@@ -262,6 +262,14 @@ class TestHalves:
         assert told is not None and told["notelens"]["kind"] == kind and text in told["notelens"]["reason"]
         assert side.take_counts() == {"refused": 1} and side.take_loads() == ()
 
+    def test_rows_that_the_engine_does_not_take_are_told(self, library: SkillLibrary) -> None:
+        side = SchedulerSide(SkillStore(library))
+        assert side.matched(request(self.PROMPT, 19), 24) == 16
+        side.allocated("r", [1], 0)
+        told = side.finished("r")
+        assert told is not None and told["notelens"]["kind"] == "unused" and told["notelens"]["loaded_tokens"] == 0
+        assert side.take_counts() == {"refused": 1} and side.take_loads() == ()
+
     def test_rows_that_the_engine_has_are_not_loaded_again(self, library: SkillLibrary) -> None:
         side = SchedulerSide(SkillStore(library))
         assert side.matched(request(self.PROMPT, 19), 40) == 0

@@ -148,6 +148,9 @@ class SchedulerSide:
             return None
         if report.kind == "cached":
             self._count(CACHED)
+        if report.kind == "chosen":  # the engine asked and then took nothing
+            reason = "the engine took no rows for this request; one for prompt log-probabilities, for instance, reads no cache"
+            self._refuse(request_id, report, "unused", reason)
         return {PARAMS: {"kind": report.kind, "loaded_tokens": report.tokens, "reason": report.reason}}
 
     def take_counts(self) -> dict[str, int]:
