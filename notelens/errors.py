@@ -150,3 +150,7 @@ class RequestTimeoutError(ServingError):
 
 class PartialRunError(NotelensError):
     """A benchmark ended before all was measured; what was is recorded and marked (command line exit code 4)."""
+
+
+class EngineError(ServingError, InputError):
+    """An engine is not set up for what is asked of it, or a request does not say it in a way that can be answered."""

@@ -1,10 +1,15 @@
 """Rotations: moving cached keys by a difference of positions, in float32 or better."""
 
-from typing import Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+if TYPE_CHECKING or find_spec(
+    "jaxtyping"
+):  # annotations only: a serving engine's environment has torch and nothing of ours
+    from jaxtyping import Float
 
 Pairing = Literal["half", "adjacent"]
 BLOCK_BYTES = 2**20
@@ -15,13 +20,13 @@ _TABLES: list[tuple[tuple[str, torch.dtype], Tensor, Tensor, Tensor, Tensor]] = 
 
 
 def rotate(
-    keys: Float[Tensor, "*heads pos d_key"],
+    keys: "Float[Tensor, '*heads pos d_key']",
     delta: int | Tensor,
-    inv_freq: Float[Tensor, " pairs"],
+    inv_freq: "Float[Tensor, ' pairs']",
     *,
     pairing: Pairing = "half",
     out: Tensor | None = None,
-) -> Float[Tensor, "*heads pos d_key"]:
+) -> "Float[Tensor, '*heads pos d_key']":
     """Turn already rotated keys by ``delta`` positions.
 
     A rotation by position followed by this one equals a rotation by ``position + delta``; magnitude factors (YaRN) were

@@ -118,7 +118,7 @@ class SkillLibrary:
                 del entries[victim]
                 logger.info("skill %s was the least recently used and is removed from %s", victim, self.folder)
             self._write_index(entries)
-        self._touch(name)
+        self.touch(name)
         return entry
 
     def get(self, name: str, tag: ModelTag | None = None) -> SkillFile:
@@ -146,7 +146,7 @@ class SkillLibrary:
             raise ArtefactError(f"{path.name}: holds skill {skill.header.name!r}; files must not be renamed")
         if tag is not None:
             check_model(skill.header, tag)
-        self._touch(name)
+        self.touch(name)
         return skill
 
     def entries(self) -> list[Entry]:
@@ -264,8 +264,8 @@ class SkillLibrary:
         except FileNotFoundError:
             return 0, name
 
-    def _touch(self, name: str) -> None:
-        """Last use is the file's time stamp: marking it needs no lock and cannot tear anything."""
+    def touch(self, name: str) -> None:
+        """Mark a skill as used now. Last use is the file's time stamp: marking it needs no lock and cannot tear anything."""
         now = time.time_ns()
         try:
             os.utime(self.path(name), ns=(now, now))
