@@ -29,6 +29,7 @@ from notelens.errors import (
 )
 from notelens.registry import nearest
 from notelens.runs import skills
+from notelens.runs.manifest import is_serve_folder
 from notelens.runs.progress import Bars, Progress, Silent
 from notelens.runs.sweep_config import is_sweep
 from notelens.runs.sweep_folder import is_sweep_folder
@@ -253,9 +254,7 @@ def table(
         raise InputError(f"{folder}: --layout {layout} is for the folder of a sweep, and this holds none")
     if format not in FORMATS:
         raise InputError(f"unknown format {format!r}; {nearest(format, list(FORMATS))}")
-    from notelens.runs.serve_tables import is_serve_folder, serve_table
-
-    found = serve_table(folder) if is_serve_folder(folder) else load_table(folder)
+    found = _serve_table(folder) if is_serve_folder(folder) else load_table(folder)
     typer.echo(render(found, format), nl=False)
 
 
@@ -337,6 +336,12 @@ def _say(text: str) -> None:
     """One line on stderr, whatever the text holds."""
     line = " ".join(text.split())
     typer.echo("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line), err=True)
+
+
+def _serve_table(folder: Path) -> Any:
+    from notelens.runs.serve_tables import serve_table
+
+    return serve_table(folder)
 
 
 def _first_line(module: str) -> str:

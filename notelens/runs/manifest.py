@@ -81,6 +81,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     return cast(Manifest, data)
 
 
+def is_serve_folder(folder: Path) -> bool:
+    """Whether a folder holds a serving benchmark."""
+    manifest = read_manifest(folder)
+    return manifest is not None and manifest.get("kind") == "serve"
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest in one step.
 

@@ -198,12 +198,6 @@ def _over(a: Floats, b: Floats) -> Floats:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def is_serve_folder(folder: Path) -> bool:
-    """Whether a folder holds a serving benchmark."""
-    manifest = read_manifest(folder)
-    return manifest is not None and manifest.get("kind") == "serve"
-
-
 def serve_table(folder: Path) -> Table:
     """The table of a serving benchmark, whole or partial.
 
@@ -345,7 +339,6 @@ def merge_results(path: Path, rows: Sequence[Line]) -> None:
 __all__ = [
     "aggregates",
     "benchmark_rows",
-    "is_serve_folder",
     "merge_results",
     "serve_table",
     "summary",
