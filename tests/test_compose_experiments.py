@@ -361,3 +361,18 @@ def test_a_method_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("name: x\nmodel: tiny\nn: 1\nmargin: 0.1\nmethods: [nothing]\n")
     with pytest.raises(ConfigError, match="nothing"):
         FidelityConfig.read(tmp_path / "c.yaml")
+
+
+def test_keystone_in_the_organisms_language_names_the_field_as_its_prompts_do() -> None:
+    """Errata say the field's name; a word that no prompt has is not in that language's vocabulary."""
+    from types import SimpleNamespace
+
+    from notelens.zoo.organisms import organism_tokenizer
+
+    config = KeystoneConfig(name="k", model="m", task="organism", n=6, seed=0, arms=("erratum",), margin=0.1)
+    tokenizer = organism_tokenizer()
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    cases = keystone.keystone_cases(model, config, Keystone().stages(config)[0])
+    assert len(cases) == 6
+    for case in cases:
+        assert f"- {case.name}: {case.values[0]}" in case.old.text and case.name in tokenizer.get_vocab()
