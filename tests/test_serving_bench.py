@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -337,6 +340,31 @@ class TestFaults:
         began = time.monotonic()
         code, said = run(tmp_path, {"hang_from": 14}, capsys, timeout_s=1.0)
         assert code == 4 and "its warm-up was not answered in time" in said and time.monotonic() - began < 15
+
+    def test_ctrl_c_keeps_whole_cells_and_leaves_nothing(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path / "c.yaml", cases.config(options={**FAST, "child": 1}, loads=[{"name": "slow", "rate": 0.2}])
+        )
+        folder = tmp_path / "run"
+        command = [sys.executable, "-m", "notelens.runs.cli", "serve-bench", str(path), "--out", str(folder)]
+        user = subprocess.Popen(
+            command, env=cases.pythonpath(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        assert user.stderr is not None
+        for line in user.stderr:
+            if line.startswith("capacity of the baseline"):
+                break
+        children = cases.children_of(folder / "engine.log")
+        assert len(children) == 2 and all(map(cases.exists, children))
+        user.send_signal(signal.SIGINT)
+        said = user.stderr.read()
+        user.stderr.close()
+        assert user.wait(15) == 130 and said.endswith(
+            "stopped: whole cells are kept; run the same command to continue\n"
+        )
+        assert not any(map(cases.exists, children))
+        assert [key[1] for key in read_records(folder).items] == ["capacity"]
+        assert "PARTIAL: not finished" in serve_table(folder).header[0]
 
     @pytest.mark.parametrize(
         ("options", "said"),
