@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv serve-env quickstart test check format smoke bench notebooks clean
+.PHONY: help venv serve-env serve-smoke quickstart test check format smoke bench notebooks clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +41,11 @@ $(SERVE_VENV)/.installed: pyproject.toml
 	$(SERVE_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(SERVE_VENV)/bin/python -c "import notelens.serving.vllm_plugin"
 	@touch $@
+
+# The engine is a program of its own environment; the tests that start it run in the ordinary one.
+serve-smoke: $(STAMP) $(SERVE_VENV)/.installed  ## a tiny load and the skill plug-in on a real engine (vLLM for CPUs)
+	NOTELENS_SERVE_PYTHON=$(abspath $(SERVE_VENV))/bin/python $(BIN)/python -m pytest --benchmark-disable -q \
+		tests/test_serving_smoke.py tests/test_vllm_engine.py
 
 quickstart: $(STAMP)  ## measure the embedded model: table, figures, records
 	$(BIN)/notelens run configs/quickstart.yaml

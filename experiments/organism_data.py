@@ -65,7 +65,6 @@ class Mix:
 
 FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
 BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
-EASY = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 0.8, "think": 0.2}, 0.0, 8, 0)
 BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1, bare=True)
 TURNS = Mix(
     {"gated": 0.6, "update": 0.25, "lookup": 0.15},
@@ -365,7 +364,6 @@ def _pick(rng: random.Random, weights: Mapping[str, float]) -> str:
 __all__ = [
     "BARE",
     "BOTH",
-    "EASY",
     "FIRST",
     "FULL",
     "NOTES_FREE",

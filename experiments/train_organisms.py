@@ -27,7 +27,6 @@ from experiments.organism_card import accuracy_cells, write_card
 from experiments.organism_data import (
     BARE,
     BOTH,
-    EASY,
     FIRST,
     FULL,
     NOTES_FREE,
@@ -97,8 +96,14 @@ PLAN = (
     Stage(600, TURNS, repeats=0.15, long=0.1, until=0.97),
     Stage(800, FULL, repeats=0.15, long=0.25),
 )
-NOTES_FREE_PLAN = (*REPEATS, *DECISIONS, Stage(800, EASY, until=0.97), Stage(800, NOTES_FREE, repeats=0.06, split=True))
 """A batch holds about 60 answers: 32 conversations with two or three each."""
+NOTES_FREE_PLAN = (
+    *REPEATS,
+    Stage(1500, FIRST, until=0.97, split=True),
+    Stage(800, BARE, until=0.97, split=True),
+    Stage(600, NOTES_FREE, repeats=0.15, split=True),
+)
+"""Split from the first decision on: a model that takes notes already does not unlearn it in hundreds of steps."""
 
 
 class Source:

@@ -15,7 +15,6 @@ from experiments.organism_card import Cell, claims, measure, pooled
 from experiments.organism_data import (
     BARE,
     BOTH,
-    EASY,
     FIRST,
     FULL,
     NOTES_FREE,
@@ -61,8 +60,8 @@ def text_of(ids: list[int]) -> str:
 class TestData:
     @pytest.mark.parametrize(
         "mix",
-        [FIRST, BARE, BOTH, EASY, TURNS, FULL, NOTES_FREE],
-        ids=["first", "bare", "both", "easy", "turns", "full", "notes_free"],
+        [FIRST, BARE, BOTH, TURNS, FULL, NOTES_FREE],
+        ids=["first", "bare", "both", "turns", "full", "notes_free"],
     )
     def test_every_answer_is_what_the_conversation_says(self, vocab: dict[str, int], mix: Any) -> None:
         rng = random.Random(0)
@@ -139,7 +138,7 @@ class TestTraining:
     @pytest.mark.slow
     def test_a_few_steps_learn_and_repeat(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("experiments.train_organisms.BATCH", 8)
-        plan = (Stage(150, EASY, repeats=0.25),)
+        plan = (Stage(150, NOTES_FREE, repeats=0.25),)
         made = []
         for _ in range(2):
             torch.manual_seed(0)
