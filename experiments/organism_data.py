@@ -65,6 +65,7 @@ class Mix:
 
 FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, negated=False)
 BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
+ORDERS = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.6, 0, 0, bare=True)
 BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1, bare=True)
 TURNS = Mix(
     {"gated": 0.6, "update": 0.25, "lookup": 0.15},
@@ -367,6 +368,7 @@ __all__ = [
     "FIRST",
     "FULL",
     "NOTES_FREE",
+    "ORDERS",
     "TURNS",
     "Batch",
     "Mix",

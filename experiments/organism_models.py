@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 SHARED: dict[str, Any] = {
     "hidden_size": 128,
@@ -34,6 +34,7 @@ class Architecture:
         why: what this family adds to the comparison.
         attention: kernel to train with (soft caps are computed by eager attention only).
         longest_filler: filler tokens up to which the architecture can carry the field to the decision.
+        plan: of training; ``short`` where it is enough.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Architecture:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     attention: str = "sdpa"
     longest_filler: int = 600
+    plan: Literal["short", "stepwise"] = "stepwise"
 
     def config(self, vocab_size: int, width: int | None = None, layers: int | None = None) -> dict[str, Any]:
         """Everything that the config class is given, ``model_type`` included.
@@ -57,7 +59,7 @@ class Architecture:
 _S, _F = "sliding_attention", "full_attention"
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", "grouped-query attention, one rotation"),
-    "qwen3": Architecture("qwen3", "normalised queries and keys"),
+    "qwen3": Architecture("qwen3", "normalised queries and keys", plan="short"),
     "mistral": Architecture(
         "mistral",
         "a window of 128 on every layer: longer prompts cannot read the field at the decision",
@@ -93,6 +95,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen3_moe",
         "four experts, two of them for each token",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+        plan="short",
     ),
     "deepseek_v3": Architecture(
         "deepseek_v3",

@@ -30,6 +30,7 @@ from experiments.organism_data import (
     FIRST,
     FULL,
     NOTES_FREE,
+    ORDERS,
     TURNS,
     Batch,
     Mix,
@@ -88,15 +89,27 @@ REPEATS = (
     Stage(300, None, phrases=8, until=0.95, recognise=0.6),
     Stage(200, None, phrases=24, until=0.95, recognise=0.6),
 )
-DECISIONS = (Stage(1200, FIRST, until=0.97), Stage(800, BARE, until=0.97))
-PLAN = (
-    *REPEATS,
-    *DECISIONS,
-    Stage(500, BOTH, until=0.97),
-    Stage(600, TURNS, repeats=0.15, long=0.1, until=0.97),
-    Stage(800, FULL, repeats=0.15, long=0.25),
-)
-"""A batch holds about 60 answers: 32 conversations with two or three each."""
+LONG_PROMPTS = (Stage(600, TURNS, repeats=0.15, long=0.1, until=0.97), Stage(800, FULL, repeats=0.15, long=0.25))
+PLANS = {
+    "short": (
+        *REPEATS,
+        Stage(1200, FIRST, until=0.97),
+        Stage(800, BARE, until=0.97),
+        Stage(500, BOTH, until=0.97),
+        *LONG_PROMPTS,
+    ),
+    "stepwise": (
+        *REPEATS,
+        Stage(1200, FIRST, until=0.95),
+        Stage(800, BARE, until=0.95),
+        Stage(800, ORDERS, until=0.95),
+        Stage(800, BOTH, until=0.95),
+        *LONG_PROMPTS,
+    ),
+}
+"""By ``Architecture.plan``. Where the rule may stand first and the field may be updated from the same step on, Llama and
+Gemma-3 learn neither in 500 steps; one after the other they learn both. A batch holds about 60 answers: 32 conversations with
+two or three each."""
 NOTES_FREE_PLAN = (
     *REPEATS,
     Stage(1500, FIRST, until=0.97, split=True),
@@ -283,7 +296,10 @@ def main(
         raise typer.BadParameter(f"unknown family {family!r}; known: {', '.join(ARCHITECTURES)}")
     torch.set_num_threads(threads)
     architecture = ARCHITECTURES[family]
-    plan = tuple(replace(s, steps=max(1, round(s.steps * scale))) for s in (NOTES_FREE_PLAN if notes_free else PLAN))
+    plan = tuple(
+        replace(s, steps=max(1, round(s.steps * scale)))
+        for s in (NOTES_FREE_PLAN if notes_free else PLANS[architecture.plan])
+    )
     torch.manual_seed(seed)
     config = architecture.config(len(organism_tokenizer()), width, layers)
     model = build(config, architecture.attention)
