@@ -15,6 +15,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +42,7 @@ from experiments.organism_data import (
     repeated,
 )
 from experiments.organism_models import ARCHITECTURES, SHARED, build
-from experiments.organism_optim import SCORES_CAP, SCORES_GAIN, BatchedMuon, PreviousWord, grouped
+from experiments.organism_optim import SCORES_CAP, SCORES_GAIN, BatchedMuon, Groups, PreviousWord, grouped
 from experiments.organism_split import split_batch
 from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
@@ -71,6 +72,7 @@ class Stage:
         long: share of batches of few prompts with up to the longest filler of the architecture.
         until: the stage ends when this share of words (of answers where there are any) was right in the last 20 steps.
         split: train with the field split in two (the notes-free control).
+        fresh: optimisers and data begin anew, so that the stage depends on the weights alone that it starts from.
     """
 
     steps: int
@@ -81,6 +83,7 @@ class Stage:
     long: float = 0.0
     until: float | None = None
     split: bool = False
+    fresh: bool = False
 
 
 REPEATS = (
@@ -101,10 +104,10 @@ PLANS = {
     "stepwise": (
         *REPEATS,
         Stage(1200, FIRST, until=0.95),
-        Stage(800, BARE, until=0.95),
-        Stage(800, ORDERS, until=0.95),
-        Stage(800, BOTH, until=0.95),
-        *LONG_PROMPTS,
+        Stage(800, BARE, until=0.97, fresh=True),
+        Stage(800, ORDERS, until=0.95, fresh=True),
+        Stage(800, BOTH, until=0.95, fresh=True),
+        *(replace(stage, fresh=True) for stage in LONG_PROMPTS),
     ),
 }
 """By ``Architecture.plan``. Where the rule may stand first and the field may be updated from the same step on, Llama and
@@ -122,7 +125,7 @@ NOTES_FREE_PLAN = (
 class Source:
     """Batches of a stage, deterministic in the seed."""
 
-    def __init__(self, seed: int, longest_filler: int) -> None:
+    def __init__(self, seed: int | str, longest_filler: int) -> None:
         self.rng = random.Random(f"organism/{seed}")
         self.vocab = organism_tokenizer().get_vocab()
         self.words = [i for w, i in sorted(self.vocab.items()) if w not in SPECIAL]
@@ -186,38 +189,49 @@ def losses(logits: torch.Tensor, batch: Batch, n_repeats: int) -> tuple[torch.Te
     return loss, right, again
 
 
+def optimisation(groups: Groups, others: list[torch.Tensor], share: Callable[[], float]) -> tuple[list[Any], list[Any]]:
+    """Optimisers of matrices, of attention scores and of everything else, and their schedules.
+
+    Args:
+        groups: parameters.
+        others: those of AdamW.
+        share: of the rates, behind the warm-up.
+    """
+    optimisers: list[Any] = [
+        BatchedMuon(groups.matrices, MUON_RATE),
+        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP)] if groups.scores else []),
+        torch.optim.AdamW(others, lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY),
+    ]
+    rate = torch.optim.lr_scheduler.LambdaLR
+    return optimisers, [rate(o, lambda s: min(1.0, (s + 1) / WARM_UP, share())) for o in optimisers]
+
+
 def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, every: int) -> dict[str, Any]:
     """Optimise ``model`` in place over a plan; returns facts for the card."""
     source = Source(seed, longest_filler)
     total = sum(stage.steps for stage in plan if stage.until is None)
     fixed = 0
+
+    def share() -> float:
+        """Of the full rates: they fall over the last stages of given length."""
+        return 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total)
+
     table = model.get_input_embeddings().weight
     previous = PreviousWord(table.shape[1])
     groups = grouped(dict(model.named_parameters()))
     with torch.no_grad():
         for weight in groups.scores:
             weight.mul_(SCORES_GAIN)
-    optimisers = (
-        BatchedMuon(groups.matrices, MUON_RATE),
-        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP)] if groups.scores else []),
-        torch.optim.AdamW(
-            [*groups.others, *previous.parameters()],
-            lr=ADAM_RATE,
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
-        ),
-    )
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            o, lambda s: min(1.0, (s + 1) / WARM_UP, 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total))
-        )
-        for o in optimisers
-    ]
+    others = [*groups.others, *previous.parameters()]
+    optimisers, schedules = optimisation(groups, others, share)
     started, tokens, step = time.perf_counter(), 0, 0
     rights: dict[str, list[bool]] = {}
     agains: list[float] = []
     model.train()
-    for stage in plan:
+    for number, stage in enumerate(plan):
+        if stage.fresh:
+            source = Source(f"{seed}/{number}", longest_filler)
+            optimisers, schedules = optimisation(groups, others, share)
         recent: list[float] = []
         for _ in range(stage.steps):
             if stage.until is not None and len(recent) >= RECENT and sum(recent[-RECENT:]) / RECENT >= stage.until:
