@@ -27,6 +27,7 @@ from notelens.serving.load import GONE, Timed, closed_loop, open_loop, poisson_a
 from notelens.stats import block_statistic
 from notelens.stats.blocks import block_length
 from tests import serve_cases as cases
+from tests.figure_checks import cut, overlaps
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "bench").glob("*.yaml"))
 FAST = {"us": 45}
@@ -255,7 +256,21 @@ class TestBenchmark:
             only(small[0].table.rows, "ttft_ms", "erratum", load=x, q=0.9)["value"] for x in ("below", "saturation")
         ]
         assert list(line.get_ydata()) == values
-        assert "all at once" in [t.get_text() for t in axes[0].get_xticklabels()][1]
+        assert [t.get_text() for t in axes[0].get_xticklabels()][1] == "saturation\nall at once"
+        assert cut(figure) == [] and overlaps(figure) == []
+        said = " ".join(t.get_text() for t in figure.texts)
+        assert "n = 6 requests a point" in said and "hollow: fewer than 5" in said, "6 requests make no 90th percentile"
+        plain = draw_serving([{**r, "flags": []} for r in small[0].table.rows])
+        assert "hollow" not in " ".join(t.get_text() for t in plain.texts)
+        low, high = axes[0].get_ylim()
+        ends = [
+            r[k]
+            for r in small[0].table.rows
+            if r["metric"] == "ttft_ms"
+            for k in ("lo", "hi")
+            if r["params"]["q"] < 0.99
+        ]
+        assert low < min(ends) and max(ends) < high and {low, high} <= set(axes[0].get_yticks())
         assert "no request of any load" in str([t.get_text() for t in draw_serving([]).texts])
 
     def test_a_folder_is_continued_only_as_it_was_begun(self, small: tuple[ServeResult, Any, Path]) -> None:
