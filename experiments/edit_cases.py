@@ -12,7 +12,7 @@ from notelens.edits.context import EditableContext
 from notelens.errors import TaskError
 from notelens.models.base import NoteModel
 from notelens.prompt import Prompt
-from notelens.spans import answer_token, encode
+from notelens.spans import Rendering, answer_token, encode
 from notelens.tasks.base import Instance
 from notelens.tasks.gated import GatedDecisions
 from notelens.tasks.render import TWO_RULES, Draw, Mode
@@ -146,7 +146,7 @@ def rendered_case(
     prompts: tuple[Prompt, Prompt],
     first: int,
     rule: int,
-    rendering: str,
+    rendering: Rendering,
     **meta: Any,
 ) -> Case:
     """The case of two prompts that were rendered from a draw with the field at value ``first`` and at the other one.

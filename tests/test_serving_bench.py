@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,6 +273,18 @@ class TestBenchmark:
         ]
         assert low < min(ends) and max(ends) < high and {low, high} <= set(axes[0].get_yticks())
         assert "no request of any load" in str([t.get_text() for t in draw_serving([]).texts])
+
+    def test_a_table_on_record_draws_the_figure_of_its_run(
+        self, small: tuple[ServeResult, Any, Path], tmp_path: Path
+    ) -> None:
+        shutil.copy(small[2] / "table.json", tmp_path / "small.json")
+        script = Path(__file__).parents[1] / "paper_figures" / "fig_serving.py"
+        command = [sys.executable, str(script), str(tmp_path / "small.json")]
+        refused = subprocess.run(command, capture_output=True, text=True, env=cases.pythonpath())
+        assert refused.returncode == 2 and "needs --out" in refused.stderr
+        subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, env=cases.pythonpath())
+        for name in ("ttft.png", "ttft.svg"):
+            assert (tmp_path / name).read_bytes() == (small[2] / "figures" / name).read_bytes()
 
     def test_a_folder_is_continued_only_as_it_was_begun(self, small: tuple[ServeResult, Any, Path]) -> None:
         manifest = read_manifest(small[2])
