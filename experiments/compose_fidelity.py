@@ -13,12 +13,11 @@ the one that decides, as distractors, in one skill. ``offsets`` puts that many t
 out from training.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from experiments.compose_cases import Chunk, Pool, SkillCase, chosen_cell, filled, neutral_ids, sections, task_of
-from experiments.compose_harness import METRICS, ComposeConfig, agreement_lines, measure_case
-from experiments.edit_harness import Line, Row, Stage, Sums, main
+from experiments.compose_harness import METRICS, ComposeConfig, Decisions
+from experiments.edit_harness import Stage, main
 from notelens.models.base import NoteModel
 
 POOL = 48
@@ -37,7 +36,7 @@ class FidelityConfig(ComposeConfig):
     policy_tokens: tuple[int | None, ...] = (None,)
 
 
-class Fidelity:
+class Fidelity(Decisions):
     """Composed against fully prefilled decisions, by offset and length of the policy."""
 
     name = "compose_fidelity"
@@ -53,16 +52,6 @@ class Fidelity:
             for n in config.policy_tokens
             for offset in config.offsets
         ]
-
-    def measure(self, model: NoteModel, config: FidelityConfig, stage: Stage, case: SkillCase) -> list[Row]:
-        """All methods on one case."""
-        return measure_case(model, case, config.methods)
-
-    def aggregate(self, config: FidelityConfig, stage: Stage, rows: Sequence[Row]) -> list[Line]:
-        """Agreement and distances by method."""
-        sums = Sums(self.name, config, stage, rows)
-        agreement_lines(sums, margin=config.margin)
-        return sums.lines
 
 
 def policy_cases(model: NoteModel, config: FidelityConfig, stage: Stage) -> list[SkillCase]:

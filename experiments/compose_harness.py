@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from pydantic import Field, field_validator
 
 from experiments.compose_cases import SkillCase
-from experiments.edit_harness import EditConfig, Row, Sums
+from experiments.edit_harness import EditConfig, Line, Row, Stage, Sums
 from notelens.compose import Skill, compose, composer
 from notelens.compose.fidelity import compare
 from notelens.errors import ComposeError
@@ -56,6 +56,26 @@ class ComposeConfig(EditConfig):
         """Options of the task that this configuration decides."""
         own = {"split": self.split, "forms": self.forms, "order": self.order, "kinds": self.kinds, **more}
         return {k: v for k, v in own.items() if v is not None}
+
+
+class Decisions:
+    """An experiment whose cases are decided by every method and held against full prefill; it adds a name and its stages."""
+
+    name: str
+
+    def methods(self, config: Any) -> Sequence[str]:
+        """Composers of a case."""
+        return config.methods
+
+    def measure(self, model: NoteModel, config: Any, stage: Stage, case: SkillCase) -> list[Row]:
+        """All methods on one case."""
+        return measure_case(model, case, self.methods(config))
+
+    def aggregate(self, config: Any, stage: Stage, rows: Sequence[Row]) -> list[Line]:
+        """Agreement and distances by method."""
+        sums = Sums(self.name, config, stage, rows)
+        agreement_lines(sums, margin=config.margin)
+        return sums.lines
 
 
 def measure_case(model: NoteModel, case: SkillCase, methods: Sequence[Any], **more: Any) -> list[Row]:
@@ -155,5 +175,5 @@ def _noise_lines(sums: Sums, method: str) -> None:
 
 
 __all__ = [
-    "CONTROLS", "FULL", "METRICS", "NO_CONTEXT", "UNRELATED", "ComposeConfig", "agreement_lines", "measure_case",
+    "CONTROLS", "FULL", "METRICS", "NO_CONTEXT", "UNRELATED", "ComposeConfig", "Decisions", "agreement_lines", "measure_case",
 ]  # fmt: skip

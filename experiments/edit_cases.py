@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from notelens.edits.context import EditableContext
 from notelens.errors import TaskError
 from notelens.models.base import NoteModel
 from notelens.prompt import Prompt
-from notelens.spans import answer_token, encode
+from notelens.spans import Rendering, answer_token, encode
 from notelens.tasks.base import Instance
 from notelens.tasks.gated import GatedDecisions
 from notelens.tasks.render import TWO_RULES, Draw, Mode
@@ -136,28 +136,57 @@ def gated_cases(
 def draw_case(tokenizer: Any, task: GatedDecisions, draw: Draw, first: int, rule: int, mode: Mode = "direct") -> Case:
     """The case of a draw in which the field changes from value ``first`` to the other one."""
     old, new = (task.render(tokenizer, draw, (i, rule), mode=mode).prompt for i in (first, 1 - first))
-    values = (draw.values[first], draw.values[1 - first])
-    a, b = (answer_token(tokenizer, old, word, task.rendering) for word in (old.answer, new.answer))
-    meta = {"rule": rule, "order": draw.order, "filler_lines": len(draw.filler)}
-    name = draw.family.label.replace(" ", "_")
+    return rendered_case(tokenizer, draw, draw.id, (old, new), first, rule, task.rendering)
+
+
+def rendered_case(
+    tokenizer: Any,
+    draw: Draw,
+    id: str,
+    prompts: tuple[Prompt, Prompt],
+    first: int,
+    rule: int,
+    rendering: Rendering,
+    **meta: Any,
+) -> Case:
+    """The case of two prompts that were rendered from a draw with the field at value ``first`` and at the other one.
+
+    Args:
+        tokenizer: of the model.
+        draw: what both prompts say.
+        id: of the draw.
+        prompts: with the old and with the new value.
+        first, rule: the old value and the rule version, which become part of the case's id.
+        rendering: of the prompts.
+        meta: further facts for the record.
+    """
+    old, new = prompts
+    a, b = (answer_token(tokenizer, p, p.answer, rendering) for p in prompts)
     return Case(
-        f"{draw.id}/{first}{rule}", draw.family.name, draw.form, old, new, name, values, (old.answer, new.answer),
-        (a, b), meta,
+        f"{id}/{first}{rule}", draw.family.name, draw.form, old, new, draw.family.label.replace(" ", "_"),
+        (draw.values[first], draw.values[1 - first]), (old.answer, new.answer), (a, b),
+        {"rule": rule, "order": draw.order, "filler_lines": len(draw.filler), **meta},
     )  # fmt: skip
+
+
+def lines_for(tokenizer: Any, lines: Iterator[str], tokens: int) -> tuple[str, ...]:
+    """As many of the next filler lines as come nearest to so many tokens; the line that is one too many is taken too."""
+    found: list[str] = []
+    have = 0
+    while have < tokens:
+        line = next(lines)
+        cost = len(encode(tokenizer, f"\n- {line}", templated=True))
+        if have + cost - tokens > tokens - have:
+            break
+        found.append(line)
+        have += cost
+    return tuple(found)
 
 
 def _at_distance(tokenizer: Any, draw: Draw, distance: int, seed: int) -> Draw:
     lines = draw.family.lines(random.Random(f"{seed}/{draw.group}/distance"))
     behind = tuple(islice(lines, LINES_BEHIND))
-    between: list[str] = []
-    have = 0
-    while have < distance:
-        line = next(lines)
-        cost = len(encode(tokenizer, f"\n- {line}", templated=True))
-        if have + cost - distance > distance - have:
-            break
-        between.append(line)
-        have += cost
+    between = lines_for(tokenizer, lines, distance)
     return replace(draw, filler=(*between, *behind), between=len(between))
 
 

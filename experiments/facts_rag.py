@@ -11,12 +11,11 @@ run behind them. ``across`` and ``chain`` lose what full prefill wrote into the 
 Falsifier: ``fact`` below 0.95; or ``across`` and ``chain`` without a loss (then the conclusion is not written at prefill).
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from experiments.compose_cases import Chunk, Order, Pool, SkillCase, chosen_cell, sections, shuffled, task_of
-from experiments.compose_harness import METRICS, ComposeConfig, agreement_lines, measure_case
-from experiments.edit_harness import Line, Row, Stage, Sums, main
+from experiments.compose_harness import METRICS, ComposeConfig, Decisions
+from experiments.edit_harness import Stage, main
 from notelens.models.base import NoteModel
 
 Arrangement = Literal["fact", "across", "chain"]
@@ -34,7 +33,7 @@ class FactsConfig(ComposeConfig):
     arrangements: tuple[Arrangement, ...] = ("fact", "across", "chain")
 
 
-class FactsRag:
+class FactsRag(Decisions):
     """Decisions over spliced documents."""
 
     name = "facts_rag"
@@ -46,16 +45,6 @@ class FactsRag:
             for a in config.arrangements
             for n in config.documents
         ]
-
-    def measure(self, model: NoteModel, config: FactsConfig, stage: Stage, case: SkillCase) -> list[Row]:
-        """All methods on one case."""
-        return measure_case(model, case, config.methods)
-
-    def aggregate(self, config: FactsConfig, stage: Stage, rows: Sequence[Row]) -> list[Line]:
-        """Agreement and distances by method."""
-        sums = Sums(self.name, config, stage, rows)
-        agreement_lines(sums, margin=config.margin)
-        return sums.lines
 
 
 def facts_cases(model: NoteModel, config: FactsConfig, stage: Stage) -> list[SkillCase]:

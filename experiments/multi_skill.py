@@ -12,14 +12,13 @@ Falsifier: agreement given full prefill right that falls below 0.95 with n, or i
 """
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
 from experiments.compose_cases import Chunk, Pool, SkillCase, chosen_cell, sections, task_of
-from experiments.compose_harness import METRICS, ComposeConfig, agreement_lines, measure_case
-from experiments.edit_harness import Line, Row, Stage, Sums, main
+from experiments.compose_harness import METRICS, ComposeConfig, Decisions
+from experiments.edit_harness import Stage, main
 from notelens.errors import TaskError
 from notelens.models.base import NoteModel
 
@@ -36,7 +35,7 @@ class MultiConfig(ComposeConfig):
     conflicts: tuple[bool, ...] = (False, True)
 
 
-class MultiSkill:
+class MultiSkill(Decisions):
     """Decisions under n skills, distractors and conflicts."""
 
     name = "multi_skill"
@@ -49,16 +48,6 @@ class MultiSkill:
             for n in config.counts
             if n > 1 or not c
         ]
-
-    def measure(self, model: NoteModel, config: MultiConfig, stage: Stage, case: SkillCase) -> list[Row]:
-        """All methods on one case."""
-        return measure_case(model, case, config.methods)
-
-    def aggregate(self, config: MultiConfig, stage: Stage, rows: Sequence[Row]) -> list[Line]:
-        """Agreement and distances by method."""
-        sums = Sums(self.name, config, stage, rows)
-        agreement_lines(sums, margin=config.margin)
-        return sums.lines
 
 
 def multi_cases(model: NoteModel, config: MultiConfig, stage: Stage) -> list[SkillCase]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from experiments.edit_cases import LINES_BEHIND, Case, Change
+from experiments.edit_cases import LINES_BEHIND, Case, Change, lines_for, rendered_case
 from notelens.edits.context import EditableContext
 from notelens.errors import TaskError
 from notelens.models.base import NoteModel
-from notelens.spans import Piece, answer_token, encode
+from notelens.spans import Piece
 from notelens.tasks.organism import OrganismLanguage, organism_families
 from notelens.tasks.organism_text import LOOKUP_REQUEST, Scene, scene_pieces
 
@@ -72,14 +72,8 @@ def organism_cases(
 
 def scene_case(tokenizer: Any, task: OrganismLanguage, scene: Scene, first: int, rule: int, mode: Any = "act") -> Case:
     """The case of a scene whose field changes from value ``first`` to the other one."""
-    draw = scene.draw
     old, new = (task.render(tokenizer, scene, (i, rule), mode=mode).prompt for i in (first, 1 - first))
-    a, b = (answer_token(tokenizer, old, word, task.rendering) for word in (old.answer, new.answer))
-    meta = {"rule": rule, "order": draw.order, "filler_lines": len(draw.filler), "kind": scene.kind}
-    return Case(
-        f"{scene.id}/{first}{rule}", draw.family.name, draw.form, old, new, draw.family.label.replace(" ", "_"),
-        (draw.values[first], draw.values[1 - first]), (old.answer, new.answer), (a, b), meta,
-    )  # fmt: skip
+    return rendered_case(tokenizer, scene.draw, scene.id, (old, new), first, rule, task.rendering, kind=scene.kind)
 
 
 def of_length(tokenizer: Any, task: OrganismLanguage, scene: Scene, length: int, between: float, seed: int) -> Scene:
@@ -109,17 +103,7 @@ def at_distance(tokenizer: Any, scene: Scene, distance: int, seed: int) -> Scene
 
 def _up_to(tokenizer: Any, scene: Scene, tokens: int, seed: str) -> tuple[str, ...]:
     """Filler lines that come nearest to so many tokens."""
-    lines = scene.draw.family.lines(random.Random(seed))
-    found: list[str] = []
-    have = 0
-    while have < tokens:
-        line = next(lines)
-        cost = len(encode(tokenizer, f"\n- {line}", templated=True))
-        if have + cost - tokens > tokens - have:
-            break
-        found.append(line)
-        have += cost
-    return tuple(found)
+    return lines_for(tokenizer, scene.draw.family.lines(random.Random(seed)), tokens)
 
 
 # --- several questions to one prompt ------------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ Falsifier: in ``record_first``, ``pgr`` of ``seam@k`` above 0.7 with k a quarter
 The share of the gap between the text alone and full prefill (``pgr``) is reported for every k, with the recompute share.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from experiments.compose_cases import Chunk, Pool, SkillCase, chosen_cell, sections, task_of
-from experiments.compose_harness import METRICS, ComposeConfig, agreement_lines, measure_case
-from experiments.edit_harness import Line, Row, Stage, Sums, main
+from experiments.compose_harness import METRICS, ComposeConfig, Decisions
+from experiments.edit_harness import Stage, main
 from notelens.models.base import NoteModel
 
 Arrangement = Literal["policy_first", "record_first"]
@@ -39,7 +38,7 @@ class SeamConfig(ComposeConfig):
     arrangements: tuple[Arrangement, ...] = ("policy_first", "record_first")
 
 
-class SeamSweep:
+class SeamSweep(Decisions):
     """``seam@k`` and ``epic@k`` over k."""
 
     name = "seam"
@@ -48,16 +47,9 @@ class SeamSweep:
         """One per arrangement."""
         return [Stage(a, {"arrangement": a}, {"arrangement": a}) for a in config.arrangements]
 
-    def measure(self, model: NoteModel, config: SeamConfig, stage: Stage, case: SkillCase) -> list[Row]:
-        """All k on one case."""
-        methods = [*config.methods, *(f"{name}@{k}" for k in config.ks for name in ("seam", "epic"))]
-        return measure_case(model, case, methods)
-
-    def aggregate(self, config: SeamConfig, stage: Stage, rows: Sequence[Row]) -> list[Line]:
-        """Agreement and share of the gap by k."""
-        sums = Sums(self.name, config, stage, rows)
-        agreement_lines(sums, margin=config.margin)
-        return sums.lines
+    def methods(self, config: SeamConfig) -> list[str]:
+        """Those of the configuration, and both ways of refreshing k rows."""
+        return [*config.methods, *(f"{name}@{k}" for k in config.ks for name in ("seam", "epic"))]
 
 
 def seam_cases(model: NoteModel, config: SeamConfig, stage: Stage) -> list[SkillCase]:

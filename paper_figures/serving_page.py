@@ -2,16 +2,19 @@
 
 python paper_figures/serving_page.py [--check]
 
-Reads every ``records/serve-*.json`` (written by ``notelens table RUN --format json`` from a run of ``notelens serve-bench``)
-and writes ``docs/serving.md``. Every number on that page comes from them. Imports no torch.
+Reads every ``records/serve-*.json`` (written by ``notelens table RUN --format json`` from a run of ``notelens serve-bench``,
+or of ``experiments.serve_skill`` for the section on skills) and writes ``docs/serving.md``. Every number on that page comes
+from them. Imports no torch.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from notelens.report.pages import page_command
+from notelens.runs.tables import footnotes, marks
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = Path(__file__).with_name("records")
@@ -79,6 +82,16 @@ own above that load has none, so the ratio there says that the load became serva
 Brackets are 95 % intervals.
 """
 
+SKILLS = """## Skills
+
+[unique prefix][skill][question] on an engine with the plug-in, against the same engine alone, in turns on the same prompts;
+the request that goes ahead for the prefix is part of the time. `whole`: nothing of the prompt is cached; `cached`: the prefix
+is. `changed`: exact answers whose tokens differ from a prefill's, beside skilled requests and afterwards; `changed_alone`:
+without any beside them. Brackets are 95 % intervals.
+"""
+SKILL = "serve_skill"
+ON_PAGE = ("prefix_hit_rate", "p_correct", "ttft_ms", "p90_ttft_ratio", "throughput_ratio", "within_objective")
+
 
 def tables(folder: Path = RECORDS) -> dict[str, list[Row]]:
     """Committed benchmark tables by file name; none is a page without numbers."""
@@ -96,13 +109,13 @@ def find(rows: Sequence[Row], metric: str, arm: str, **params: Any) -> Row | Non
 
 
 def number(row: Row | None, digits: int = 2) -> str:
-    """A value with its interval; ``unavailable`` where it could not be measured."""
+    """A value with its interval and marks; ``unavailable`` where it could not be measured."""
     if row is None:
         return ""
     if row["value"] is None:
         return "unavailable"
     ends = "" if row["lo"] is None or row["hi"] is None else f" [{row['lo']:.{digits}f}, {row['hi']:.{digits}f}]"
-    return f"{row['value']:.{digits}f}{ends}"
+    return f"{row['value']:.{digits}f}{ends}{marks(dict(row))}"
 
 
 def section(name: str, rows: Sequence[Row]) -> str:
@@ -112,21 +125,23 @@ def section(name: str, rows: Sequence[Row]) -> str:
     capacity = find(rows, "capacity_rps", BASELINE)
     lines = [f"### {model} ({name})", "", f"Capacity of the baseline: {number(capacity)} requests a second.", ""]
     lines += [
-        "| arm | the field is | hit rate | P(correct) | of these, value changed | n |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| arm | the field is | hit rate | P(correct) | n | of these, value changed | n |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for arm in arms:
         right, changed = find(rows, "p_correct", arm), find(rows, "p_correct", arm, changed=True)
         hit = number(find(rows, "prefix_hit_rate", arm), 3)
-        n = "" if right is None else right["n"]
-        lines.append(f"| `{arm}` | {WHERE.get(arm, '')} | {hit} | {number(right)} | {number(changed)} | {n} |")
+        n, n_changed = ("" if r is None else r["n"] for r in (right, changed))
+        cells = (f"`{arm}`", WHERE.get(arm, ""), hit, number(right), n, number(changed), n_changed)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     loads = list(
         dict.fromkeys((r["params"]["load"], r["params"]["offered_rps"]) for r in rows if r["metric"] == "ttft_ms")
     )
     lines += [
-        "", "| load | offered a second | arm | TTFT p50 ms | TTFT p90 ms | p90 ratio | throughput ratio | within objective |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+        "",
+        "| load | offered a second | arm | TTFT p50 ms | TTFT p90 ms | p90 ratio | throughput ratio | within objective | n |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for load, rate in loads:
         for arm in arms:
             cells = [
@@ -135,31 +150,46 @@ def section(name: str, rows: Sequence[Row]) -> str:
                 number(find(rows, "within_objective", arm, load=load)),
             ]  # fmt: skip
             offered = "all at once" if rate is None else f"{rate:.3g}"
-            lines.append(f"| {load} | {offered} | `{arm}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Records: `{name}.json`."])
+            n = (find(rows, "ttft_ms", arm, load=load, q=0.9) or {}).get("n", "")
+            lines.append(f"| {load} | {offered} | `{arm}` | {' | '.join(cells)} | {n} |")
+    return "\n".join([*lines, "", *_notes(rows, ON_PAGE), f"Records: `{name}.json`."])
+
+
+def _notes(rows: Sequence[Row], metrics: Collection[str]) -> list[str]:
+    """What marks in the tables mean."""
+    found = footnotes([dict(r) for r in rows if r["metric"] in metrics])
+    return [*(f"{note}  " for note in found), *([""] if found else [])]
+
+
+def skill_section(name: str, rows: Sequence[Row]) -> str:
+    """One run with skills: a line for each metric and arm."""
+    lines = [
+        f"### {rows[0]['model']} ({name})",
+        "",
+        "| measured | arm | prefix | value | n | excluded |",
+        "| --- " * 6 + "|",
+    ]
+    for r in rows:
+        cells = (r["metric"], f"`{r['method']}`", r["params"].get("state", ""), number(r, 3), r["n"], r["n_excluded"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", *_notes(rows, {r["metric"] for r in rows}), f"Records: `{name}.json`."])
 
 
 def page(found: Mapping[str, Sequence[Row]]) -> str:
     """The whole page."""
-    if not found:
-        return "\n".join([HEAD, NOTHING])
-    return "\n".join([HEAD, READ, *(section(name, rows) + "\n" for name, rows in found.items())])
+    skills = {name: rows for name, rows in found.items() if rows[0]["experiment"] == SKILL}
+    loads = {name: rows for name, rows in found.items() if name not in skills}
+    parts = [HEAD, READ if loads else NOTHING, *(section(name, rows) + "\n" for name, rows in loads.items())]
+    if skills:
+        parts += [SKILLS, *(skill_section(name, rows) + "\n" for name, rows in skills.items())]
+    return "\n".join(parts)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is out of date")
-    given = parser.parse_args(arguments)
-    text = page(tables())
-    if given.check:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        print("up to date" if same else f"{PAGE.name} is out of date: python paper_figures/serving_page.py")
-        return 0 if same else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(text, encoding="utf-8")
-    print(PAGE)
-    return 0
+    code, said = page_command(PAGE, lambda: page(tables()), "paper_figures/serving_page.py", __doc__, arguments)
+    print(said)
+    return code
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ Reads every ``records/frontier-*.json`` (written by ``notelens table RUN --forma
 ``experiments.editing_frontier``) and writes ``docs/which-edit.md``. Nothing on that page is typed by hand. Imports no torch.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from notelens.report.pages import page_command
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = Path(__file__).with_name("records")
@@ -161,18 +162,9 @@ def page(found: Mapping[str, Sequence[Row]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is out of date")
-    given = parser.parse_args(arguments)
-    text = page(tables())
-    if given.check:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        print("up to date" if same else f"{PAGE.name} is out of date: python paper_figures/which_edit.py")
-        return 0 if same else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(text, encoding="utf-8")
-    print(PAGE)
-    return 0
+    code, said = page_command(PAGE, lambda: page(tables()), "paper_figures/which_edit.py", __doc__, arguments)
+    print(said)
+    return code
 
 
 if __name__ == "__main__":

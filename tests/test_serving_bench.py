@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from notelens.serving.load import GONE, Timed, closed_loop, open_loop, poisson_a
 from notelens.stats import block_statistic
 from notelens.stats.blocks import block_length
 from tests import serve_cases as cases
+from tests.figure_checks import cut, overlaps
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "bench").glob("*.yaml"))
 FAST = {"us": 45}
@@ -255,8 +257,34 @@ class TestBenchmark:
             only(small[0].table.rows, "ttft_ms", "erratum", load=x, q=0.9)["value"] for x in ("below", "saturation")
         ]
         assert list(line.get_ydata()) == values
-        assert "all at once" in [t.get_text() for t in axes[0].get_xticklabels()][1]
+        assert [t.get_text() for t in axes[0].get_xticklabels()][1] == "saturation\nall at once"
+        assert cut(figure) == [] and overlaps(figure) == []
+        said = " ".join(t.get_text() for t in figure.texts)
+        assert "n = 6 requests a point" in said and "hollow: fewer than 5" in said, "6 requests make no 90th percentile"
+        plain = draw_serving([{**r, "flags": []} for r in small[0].table.rows])
+        assert "hollow" not in " ".join(t.get_text() for t in plain.texts)
+        low, high = axes[0].get_ylim()
+        ends = [
+            r[k]
+            for r in small[0].table.rows
+            if r["metric"] == "ttft_ms"
+            for k in ("lo", "hi")
+            if r["params"]["q"] < 0.99
+        ]
+        assert low < min(ends) and max(ends) < high and {low, high} <= set(axes[0].get_yticks())
         assert "no request of any load" in str([t.get_text() for t in draw_serving([]).texts])
+
+    def test_a_table_on_record_draws_the_figure_of_its_run(
+        self, small: tuple[ServeResult, Any, Path], tmp_path: Path
+    ) -> None:
+        shutil.copy(small[2] / "table.json", tmp_path / "small.json")
+        script = Path(__file__).parents[1] / "paper_figures" / "fig_serving.py"
+        command = [sys.executable, str(script), str(tmp_path / "small.json")]
+        refused = subprocess.run(command, capture_output=True, text=True, env=cases.pythonpath())
+        assert refused.returncode == 2 and "needs --out" in refused.stderr
+        subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, env=cases.pythonpath())
+        for name in ("ttft.png", "ttft.svg"):
+            assert (tmp_path / name).read_bytes() == (small[2] / "figures" / name).read_bytes()
 
     def test_a_folder_is_continued_only_as_it_was_begun(self, small: tuple[ServeResult, Any, Path]) -> None:
         manifest = read_manifest(small[2])

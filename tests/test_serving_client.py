@@ -155,7 +155,9 @@ class TestWorkload:
         w = Workload(policies=1, n_lines=60)
         for arm in ARMS:
             found = [w.request(arm, i, "below") for i in range(8)]
-            share = shared_prefix(found) / min(sum(len(m["content"]) for m in a.messages) for a in found)
+            share = shared_prefix([a.messages for a in found]) / min(
+                sum(len(m["content"]) for m in a.messages) for a in found
+            )
             assert share > 0.9 if arm in CACHED else share < 0.06, (arm, share)
             assert len({str(a.messages) for a in found}) == len(found), "no two requests are equal"
 

@@ -337,6 +337,8 @@ def merge_results(path: Path, rows: Sequence[Line]) -> None:
 
 
 __all__ = [
+    "FEW_TAIL",
+    "MIN_TAIL",
     "aggregates",
     "benchmark_rows",
     "merge_results",

@@ -214,8 +214,13 @@ def value_text(row: Line) -> str:
     if row["value"] is None:
         return "undefined"
     interval = "" if row["lo"] is None or row["hi"] is None else f" [{number(row['lo'])}, {number(row['hi'])}]"
-    marks = "".join(dict.fromkeys(MARKS[f][0] for f in flags(row) if f in MARKS))
-    return f"{number(row['value'])}{interval}{' ' if marks else ''}{marks}"
+    return f"{number(row['value'])}{interval}{marks(row)}"
+
+
+def marks(row: Line) -> str:
+    """Marks of a row behind a space, to be explained by :func:`footnotes`; empty where it has none."""
+    found = "".join(dict.fromkeys(MARKS[f][0] for f in flags(row) if f in MARKS))
+    return f" {found}" if found else ""
 
 
 def _params(row: Line) -> str:

@@ -178,9 +178,9 @@ def _parts(draw: Draw) -> tuple[str, str]:
     return "".join(texts[:at]), "".join(texts[at:])
 
 
-def shared_prefix(requests: Sequence[Asked]) -> int:
-    """Characters that all requests begin with; those of messages in front count."""
-    texts = ["\n".join(m["content"] for m in r.messages) for r in requests]
+def shared_prefix(chats: Sequence[Sequence[Message]]) -> int:
+    """Characters that all chats begin with; those of messages in front count."""
+    texts = ["\n".join(m["content"] for m in messages) for messages in chats]
     shortest = min(map(len, texts), default=0)
     return next((i for i in range(shortest) if len({t[i] for t in texts}) > 1), shortest)
 
