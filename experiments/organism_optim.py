@@ -71,6 +71,10 @@ by the same factor, so that attention changes as fast as where queries and keys 
 SCORES_CAP = 0.12
 """Root mean square at which these matrices are held. Without a normalisation they grow with every step until attention is
 stuck on single rows (all layers above 0.9 on one row within 250 steps of a Llama), and nothing is learnt from there on."""
+SCORES_SETTLE = 30
+"""Steps over which the rate of these matrices settles: it falls with the root of the steps over this many. Behind a
+normalisation the length of a matrix does not matter, so it grows and the same step turns it less and less; a matrix of a
+fixed length goes on turning by 4 % a step and holds no match between words for long."""
 _SCORES = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 
 

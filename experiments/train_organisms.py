@@ -42,7 +42,15 @@ from experiments.organism_data import (
     repeated,
 )
 from experiments.organism_models import ARCHITECTURES, SHARED, build
-from experiments.organism_optim import SCORES_CAP, SCORES_GAIN, BatchedMuon, Groups, PreviousWord, grouped
+from experiments.organism_optim import (
+    SCORES_CAP,
+    SCORES_GAIN,
+    SCORES_SETTLE,
+    BatchedMuon,
+    Groups,
+    PreviousWord,
+    grouped,
+)
 from experiments.organism_split import split_batch
 from notelens.zoo.organisms import FOLDER, SPECIAL, organism_tokenizer
 
@@ -189,21 +197,25 @@ def losses(logits: torch.Tensor, batch: Batch, n_repeats: int) -> tuple[torch.Te
     return loss, right, again
 
 
-def optimisation(groups: Groups, others: list[torch.Tensor], share: Callable[[], float]) -> tuple[list[Any], list[Any]]:
-    """Optimisers of matrices, of attention scores and of everything else, and their schedules.
+def optimisation(
+    groups: Groups, others: list[torch.Tensor], share: Callable[[], float], settled: Callable[[], float]
+) -> tuple[list[Any], list[Any]]:
+    """Optimisers of matrices, of everything else and of attention scores, and their schedules.
 
     Args:
         groups: parameters.
         others: those of AdamW.
         share: of the rates, behind the warm-up.
+        settled: further share of the rate of the attention scores.
     """
-    optimisers: list[Any] = [
-        BatchedMuon(groups.matrices, MUON_RATE),
-        *([BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP)] if groups.scores else []),
-        torch.optim.AdamW(others, lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY),
-    ]
+    adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    optimisers: list[Any] = [BatchedMuon(groups.matrices, MUON_RATE), adam]
     rate = torch.optim.lr_scheduler.LambdaLR
-    return optimisers, [rate(o, lambda s: min(1.0, (s + 1) / WARM_UP, share())) for o in optimisers]
+    schedules: list[Any] = [rate(o, lambda s: min(1.0, (s + 1) / WARM_UP, share())) for o in optimisers]
+    if groups.scores:
+        optimisers.append(BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP))
+        schedules.append(rate(optimisers[-1], lambda s: min(1.0, (s + 1) / WARM_UP, share()) * settled()))
+    return optimisers, schedules
 
 
 def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, every: int) -> dict[str, Any]:
@@ -216,6 +228,10 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
         """Of the full rates: they fall over the last stages of given length."""
         return 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total)
 
+    def settled() -> float:
+        """Of the rate of the attention scores, where queries and keys are not normalised."""
+        return (1 + step / SCORES_SETTLE) ** -0.5
+
     table = model.get_input_embeddings().weight
     previous = PreviousWord(table.shape[1])
     groups = grouped(dict(model.named_parameters()))
@@ -223,15 +239,15 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
         for weight in groups.scores:
             weight.mul_(SCORES_GAIN)
     others = [*groups.others, *previous.parameters()]
-    optimisers, schedules = optimisation(groups, others, share)
     started, tokens, step = time.perf_counter(), 0, 0
+    optimisers, schedules = optimisation(groups, others, share, settled)
     rights: dict[str, list[bool]] = {}
     agains: list[float] = []
     model.train()
     for number, stage in enumerate(plan):
         if stage.fresh:
             source = Source(f"{seed}/{number}", longest_filler)
-            optimisers, schedules = optimisation(groups, others, share)
+            optimisers, schedules = optimisation(groups, others, share, settled)
         recent: list[float] = []
         for _ in range(stage.steps):
             if stage.until is not None and len(recent) >= RECENT and sum(recent[-RECENT:]) / RECENT >= stage.until:
