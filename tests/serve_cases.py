@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,19 @@ def parsed(**changes: Any) -> ServeConfig:
     return ServeConfig.model_validate_json(json.dumps(config(**changes)))
 
 
+def entry(label: str, *, url: str | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An engine of a sweep."""
+    engine: dict[str, Any] = config(url=url, options={"us": 30, **(options or {})})["engine"]
+    return {"label": label, **engine}
+
+
+def sweep(engines: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """A small sweep as plain data."""
+    less = {"prompt": {"policy_tokens": 600, "policies": 1}, "capacity": {"n": 2, "in_flight": 1}, "n": 3}
+    data = config(**{**less, **changes})
+    return {**{k: v for k, v in data.items() if k != "engine"}, "sweep": {"engines": engines}}
+
+
 def exists(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
@@ -61,6 +75,16 @@ def exists(pid: int) -> bool:
 def children_of(log: Path) -> list[int]:
     """Processes that a fake engine said it started."""
     return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child ")]
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether all processes end in time."""
+    deadline = time.monotonic() + seconds
+    while any(map(exists, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def pythonpath() -> dict[str, str]:

@@ -14,18 +14,9 @@ import pytest
 from notelens.errors import InputError, PortInUseError, ServingError
 from notelens.serving.engine import EngineCommand, attach, free_port, start
 from tests import serve_cases as cases
+from tests.serve_cases import gone
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
-
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
-    """Whether all processes end in time."""
-    deadline = time.monotonic() + seconds
-    while any(map(cases.exists, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_an_engine_is_started_with_a_hash_seed_and_nothing_of_it_is_left(tmp_path: Path) -> None:
