@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from notelens.runs.records import FILE, read_records
 from notelens.runs.serve_config import ServeConfig
 from notelens.serving.engine import Engine, EngineCommand, running
 
@@ -75,6 +76,19 @@ def exists(pid: int) -> bool:
 def children_of(log: Path) -> list[int]:
     """Processes that a fake engine said it started."""
     return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child ")]
+
+
+def contents(folder: Path) -> list[tuple[Any, ...]]:
+    """What does not depend on the clock in the records of every cell."""
+    found = []
+    for path in sorted(folder.rglob(FILE)):
+        records = read_records(path)
+        found += [
+            (str(path.parent.relative_to(folder)), key, r["request"], r.get("family"), r.get("wanted"), r.get("right"))
+            for key, rows in records.items.items()
+            for r in rows
+        ]
+    return found
 
 
 def gone(pids: list[int], seconds: float = 10.0) -> bool:

@@ -59,19 +59,6 @@ def bench(capsys: Capture, folder: Path, data: dict[str, Any], *more: str) -> tu
     return code, out, err
 
 
-def contents(folder: Path) -> list[tuple[Any, ...]]:
-    """What does not depend on the clock in the records of every cell."""
-    found = []
-    for path in sorted(folder.rglob(FILE)):
-        records = read_records(path)
-        found += [
-            (str(path.parent.relative_to(folder)), key, r["request"], r.get("family"), r.get("wanted"), r.get("right"))
-            for key, rows in records.items.items()
-            for r in rows
-        ]
-    return found
-
-
 def row_keys(folder: Path) -> list[tuple[Any, ...]]:
     """Rows of the long table without values, rates and how many requests were fast, which depend on the clock."""
     rows = json.loads((folder / "table.json").read_text())
@@ -128,7 +115,9 @@ class TestCells:
         data["sweep"]["seeds"] = [0, 1]
         code, out, err = bench(capsys, tmp_path, data, "--jobs", "2")
         assert code == 0 and "4 cells, 20 items measured" in out, err
-        assert contents(tmp_path / "out") == contents(done / "out") and len(contents(done / "out")) == 4 * (3 + 4 * 4)
+        assert cases.contents(tmp_path / "out") == cases.contents(done / "out") and len(
+            cases.contents(done / "out")
+        ) == 4 * (3 + 4 * 4)
         assert row_keys(tmp_path / "out") == row_keys(done / "out")
 
     def test_cells_of_one_address_never_run_at_once(self, tmp_path: Path) -> None:
@@ -256,11 +245,11 @@ class TestMarks:
             "what was measured is shown"
         )
         assert f"MARKED off/serve/seed-0: {said['off/serve/seed-0']}" in " ".join(out.replace("\\", "").split())
-        good = contents(tmp_path / "out" / "cells" / "good")
+        good = cases.contents(tmp_path / "out" / "cells" / "good")
         with running(EngineCommand(cases.command(us=30), port=port, ready_s=20, stop_s=3), tmp_path / "log"):
             code, out, err = bench(capsys, tmp_path, data)
         assert code == 3 and "3 marked (engine: 2, partial: 1)" in out and "[5/5]" in err
-        assert contents(tmp_path / "out" / "cells" / "good") == good and "good/serve/seed-0: begins" not in err
+        assert cases.contents(tmp_path / "out" / "cells" / "good") == good and "good/serve/seed-0: begins" not in err
 
     def test_partial_cells_alone_are_exit_code_4_and_are_continued(self, tmp_path: Path, capsys: Capture) -> None:
         """The engine dies within the second cell, and only the first time."""

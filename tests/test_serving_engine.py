@@ -58,6 +58,23 @@ def test_an_engine_does_not_outlive_a_killed_benchmark(tmp_path: Path, number: i
     assert gone(pids)
 
 
+def test_an_engine_does_not_outlive_a_worker_that_kills_its_children_before_it_ends(tmp_path: Path) -> None:
+    """As the workers of a Ray cluster do."""
+    code = (
+        "import os, sys, pathlib; from notelens.serving.engine import EngineCommand, start; "
+        f"e = start(EngineCommand({cases.command(child=1)!r}, stop_s=2.0), pathlib.Path({str(tmp_path / 'log')!r})); "
+        "print(e.pid, flush=True); sys.stdin.readline(); os.kill(e._keeper.pid, 9); os._exit(0)"
+    )
+    user = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cases.pythonpath()
+    )
+    assert user.stdout is not None
+    pids = [int(user.stdout.readline()), *cases.children_of(tmp_path / "log")]
+    assert len(pids) == 3 and all(map(cases.exists, pids))
+    user.communicate(b"\n")
+    assert gone(pids)
+
+
 def test_an_engine_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
     spec = EngineCommand(cases.command(stubborn=1), stop_s=0.3)
     engine = start(spec, tmp_path / "log")
