@@ -363,6 +363,8 @@ class TestRefusals:
             assert "are for sweeps; this file has no 'sweep'" in found and found.count("\n") == 1
         code, _, err = bench(capsys, tmp_path, cases.sweep(TWO), "--results", str(tmp_path / "r.json"))
         assert code == 2 and "--results takes the rows of one engine, and this file is a sweep of several" in err
+        assert main(["run", str(tmp_path / "sweep.yaml")]) == 2
+        assert "'sweep' lists engines to be timed; run this file with notelens serve-bench" in capsys.readouterr().err
         code, _, err = bench(capsys, tmp_path, cases.sweep(TWO), "--launcher", "ray")
         assert code == 2 and "--launcher ray needs --address" in err
         with pytest.raises(InputError, match="a serving benchmark has no dry run"):

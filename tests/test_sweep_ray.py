@@ -1,5 +1,6 @@
 """Sweeps on Ray: a cluster of three nodes on this machine, workers and nodes that die, and addresses that do not answer."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ import pytest
 from notelens.errors import InputError, MissingPackageError, RecordError
 from notelens.probes import PROBES
 from notelens.runs import ray_launcher, runner
-from notelens.runs.ray_launcher import APPEND, apply, changes, connect
+from notelens.runs.cell import Job
+from notelens.runs.ray_launcher import APPEND, RayWorkers, _Running, apply, changes, connect
 from notelens.runs.records import FILE, RecordWriter, read_records
 from notelens.runs.serve_sweep import load_serve_sweep
 from notelens.runs.sweep import make_launcher, run_sweep
@@ -251,6 +254,23 @@ def test_a_log_is_sent_once_and_goes_behind_those_of_earlier_attempts(tmp_path: 
                 apply(two, change)
         assert list(changes(folder, sent)) == []
     assert (two / "engine.log").read_bytes() == 2 * b"loading\nready\n"
+
+
+def test_the_limit_of_a_cell_counts_from_when_a_node_begins_it() -> None:
+    """Cells that wait for a free GPU may wait for hours."""
+    launcher, cancelled, ready = RayWorkers.__new__(RayWorkers), list[Any](), list[Any]()
+    stream = iter([([], [])])
+    launcher.limit, launcher._refused = 0.0, []
+    launcher._running = {stream: _Running(Job("a", {}, "f", False, {}), contextlib.ExitStack())}
+    launcher._ray = SimpleNamespace(
+        wait=lambda streams, **_: (list(ready), []), get=lambda batch: batch,
+        cancel=lambda stream, force: cancelled.append(stream), exceptions=SimpleNamespace(RayError=OSError),
+    )  # fmt: skip
+    launcher.wait(lambda event: None)
+    assert cancelled == []
+    ready.append(stream)
+    launcher.wait(lambda event: None)
+    assert cancelled == [stream]
 
 
 def test_records_that_do_not_follow_on_each_other_are_refused(tmp_path: Path) -> None:

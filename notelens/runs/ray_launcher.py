@@ -55,6 +55,7 @@ def stream_cell(
         before: files of the cell's folder to continue from.
         imports: modules to import first.
     """
+    yield [], []  # it has begun: until now it may have waited for a node with room
     for module in imports:
         importlib.import_module(module)
     events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
@@ -122,7 +123,7 @@ def changes(folder: Path, sent: dict[str, tuple[int, bytes]]) -> Iterator[Change
 class _Running:
     job: Job
     lock: contextlib.ExitStack
-    deadline: float | None
+    deadline: float | None = None
     overdue: bool = False
 
 
@@ -132,7 +133,7 @@ class RayWorkers:
     Args:
         address: ``auto`` or ``HOST:PORT``; this machine must be a node of the cluster.
         jobs: cells at once; as many as the cluster has processors when not given.
-        limit_minutes: a cell that takes longer is stopped (and tried again from its records).
+        limit_minutes: a cell that takes longer from when a node begins it is stopped (and tried again from its records).
         imports: modules that every worker imports first.
 
     Raises:
@@ -179,8 +180,7 @@ class RayWorkers:
                 before[FILE] = before[FILE][:whole]
                 os.truncate(folder / FILE, whole)
         remote = self._ray.remote(num_cpus=1, num_gpus=n_gpus, max_retries=0, num_returns="streaming")(stream_cell)
-        deadline = time.monotonic() + 60 * self.limit if self.limit is not None else None
-        self._running[remote.remote(asdict(job), before, self.imports)] = _Running(job, lock, deadline)
+        self._running[remote.remote(asdict(job), before, self.imports)] = _Running(job, lock)
 
     def wait(self, emit: Emit) -> None:
         """Take in what arrived within a second."""
@@ -208,6 +208,8 @@ class RayWorkers:
             self._ended(stream)
             emit(Event(running.job.key, "died", self._why(running, e)))
             return
+        if self.limit is not None and running.deadline is None:
+            running.deadline = time.monotonic() + 60 * self.limit
         if not running.job.dry_run:
             for change in changed:
                 apply(Path(running.job.folder), change)

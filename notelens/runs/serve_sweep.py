@@ -35,8 +35,8 @@ class SweepEngine(EngineConfig):
     Attributes:
         label: its name in folders and tables.
         gpus: that a Ray cluster keeps for its cell; the engine sees these and no others. Elsewhere an engine sees what the
-            machine has. Ray also sets ``OMP_NUM_THREADS`` to 1; an engine that computes on processors names another number
-            in ``env``.
+            machine has. Worker processes set ``OMP_NUM_THREADS`` to their share of the processors, Ray's to 1; an engine that
+            computes on processors names another number in ``env``.
     """
 
     label: Name

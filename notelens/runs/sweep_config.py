@@ -225,9 +225,16 @@ def load_sweep(document: Document) -> Sweep:
 
 
 def _names_as_mappings(document: Document) -> Document:
-    """``models: [smollm2]`` as ``models: [{name: smollm2}]``."""
+    """``models: [smollm2]`` as ``models: [{name: smollm2}]``.
+
+    Raises:
+        ConfigError: the grid is one of engines.
+    """
     data: dict[str, Any] = json.loads(json.dumps(document.data))
     grid = data.get(SECTION)
+    if isinstance(grid, dict) and "engines" in grid:
+        where = document.place((SECTION, "engines"))
+        raise ConfigError(f"{where}: 'sweep' lists engines to be timed; run this file with notelens serve-bench")
     models = cast(dict[str, Any], grid).get("models") if isinstance(grid, dict) else None
     if isinstance(models, list):
         entries = cast(list[Any], models)
