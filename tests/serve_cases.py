@@ -91,6 +91,21 @@ def contents(folder: Path) -> list[tuple[Any, ...]]:
     return found
 
 
+def row_keys(folder: Path) -> list[tuple[Any, ...]]:
+    """Rows of the long table without values, rates and how many requests were fast, which depend on the clock."""
+    rows = json.loads((folder / "table.json").read_text())
+    fields = ("label", "task", "seed", "cell", "experiment", "metric", "method", "model", "unit", "n_excluded")
+    clocked = ("goodput_rps",)
+    return [
+        (
+            *(r[f] for f in fields),
+            None if r["metric"] in clocked else r["n"],
+            {k: v for k, v in r["params"].items() if k != "offered_rps"},
+        )
+        for r in rows
+    ]
+
+
 def gone(pids: list[int], seconds: float = 10.0) -> bool:
     """Whether all processes end in time."""
     deadline = time.monotonic() + seconds

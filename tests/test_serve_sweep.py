@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +58,6 @@ def bench(capsys: Capture, folder: Path, data: dict[str, Any], *more: str) -> tu
     return code, out, err
 
 
-def row_keys(folder: Path) -> list[tuple[Any, ...]]:
-    """Rows of the long table without values, rates and how many requests were fast, which depend on the clock."""
-    rows = json.loads((folder / "table.json").read_text())
-    fields = ("label", "task", "seed", "cell", "experiment", "metric", "method", "model", "unit", "n_excluded")
-    clocked = ("goodput_rps",)
-    return [
-        (
-            *(r[f] for f in fields),
-            None if r["metric"] in clocked else r["n"],
-            {k: v for k, v in r["params"].items() if k != "offered_rps"},
-        )
-        for r in rows
-    ]
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished sweep of two engines and two seeds in this process."""
@@ -118,7 +102,7 @@ class TestCells:
         assert cases.contents(tmp_path / "out") == cases.contents(done / "out") and len(
             cases.contents(done / "out")
         ) == 4 * (3 + 4 * 4)
-        assert row_keys(tmp_path / "out") == row_keys(done / "out")
+        assert cases.row_keys(tmp_path / "out") == cases.row_keys(done / "out")
 
     def test_cells_of_one_address_never_run_at_once(self, tmp_path: Path) -> None:
         """Three slots: both cells of the started engine run beside one of each address."""
@@ -403,9 +387,3 @@ def test_shipped_sweeps_are_understood_down_to_their_cells() -> None:
     assert [c.key for c in sweep.cells] == [f"{x}/serve/seed-0" for x in ("qwen3-4b", "qwen3-8b", "llama-3.1-8b")]
     assert [c.n_gpus for c in sweep.cells] == [1, 1, 1] and sweep.name == "serve-models"
     assert config_hash(sweep.cells[1].config) == config_hash(single), "the same setting"
-
-
-def test_jobs_travel_as_plain_data() -> None:
-    cell = loaded(cases.sweep(TWO)).cells[1]
-    job = Job(cell.key, cell.config.model_dump(mode="json"), "f", False, {}, "serve", 1)
-    assert Job(**json.loads(json.dumps(asdict(job)))) == job
