@@ -4,11 +4,13 @@ import contextlib
 import json
 import os
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from notelens.runs.records import FILE, read_records
 from notelens.runs.serve_config import ServeConfig
 from notelens.serving.engine import Engine, EngineCommand, running
 
@@ -49,6 +51,19 @@ def parsed(**changes: Any) -> ServeConfig:
     return ServeConfig.model_validate_json(json.dumps(config(**changes)))
 
 
+def entry(label: str, *, url: str | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An engine of a sweep."""
+    engine: dict[str, Any] = config(url=url, options={"us": 30, **(options or {})})["engine"]
+    return {"label": label, **engine}
+
+
+def sweep(engines: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """A small sweep as plain data."""
+    less = {"prompt": {"policy_tokens": 600, "policies": 1}, "capacity": {"n": 2, "in_flight": 1}, "n": 3}
+    data = config(**{**less, **changes})
+    return {**{k: v for k, v in data.items() if k != "engine"}, "sweep": {"engines": engines}}
+
+
 def exists(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
@@ -61,6 +76,44 @@ def exists(pid: int) -> bool:
 def children_of(log: Path) -> list[int]:
     """Processes that a fake engine said it started."""
     return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child ")]
+
+
+def contents(folder: Path) -> list[tuple[Any, ...]]:
+    """What does not depend on the clock in the records of every cell."""
+    found = []
+    for path in sorted(folder.rglob(FILE)):
+        records = read_records(path)
+        found += [
+            (str(path.parent.relative_to(folder)), key, r["request"], r.get("family"), r.get("wanted"), r.get("right"))
+            for key, rows in records.items.items()
+            for r in rows
+        ]
+    return found
+
+
+def row_keys(folder: Path) -> list[tuple[Any, ...]]:
+    """Rows of the long table without values, rates and how many requests were fast, which depend on the clock."""
+    rows = json.loads((folder / "table.json").read_text())
+    fields = ("label", "task", "seed", "cell", "experiment", "metric", "method", "model", "unit", "n_excluded")
+    clocked = ("goodput_rps",)
+    return [
+        (
+            *(r[f] for f in fields),
+            None if r["metric"] in clocked else r["n"],
+            {k: v for k, v in r["params"].items() if k != "offered_rps"},
+        )
+        for r in rows
+    ]
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether all processes end in time."""
+    deadline = time.monotonic() + seconds
+    while any(map(exists, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def pythonpath() -> dict[str, str]:

@@ -17,12 +17,14 @@ import pytest
 from notelens.errors import ConfigError, FolderInUseError, InputError, PrefixCacheError
 from notelens.report.serving import draw_serving
 from notelens.runs.cli import main
+from notelens.runs.config import read_config
 from notelens.runs.files import held
 from notelens.runs.manifest import read_manifest
 from notelens.runs.records import read_records
 from notelens.runs.serve import ServeResult, execute_serve
 from notelens.runs.serve_config import load_serve_config
 from notelens.runs.serve_tables import benchmark_rows, merge_results, serve_table
+from notelens.runs.sweep_config import is_sweep
 from notelens.serving.client import Reply
 from notelens.serving.load import GONE, Timed, closed_loop, open_loop, poisson_arrivals
 from notelens.stats import block_statistic
@@ -30,7 +32,8 @@ from notelens.stats.blocks import block_length
 from tests import serve_cases as cases
 from tests.figure_checks import cut, overlaps
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "bench").glob("*.yaml"))
+BENCH = sorted((Path(__file__).parents[1] / "configs" / "bench").glob("*.yaml"))
+CONFIGS = [path for path in BENCH if not is_sweep(read_config(path))]
 FAST = {"us": 45}
 
 

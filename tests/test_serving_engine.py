@@ -14,18 +14,9 @@ import pytest
 from notelens.errors import InputError, PortInUseError, ServingError
 from notelens.serving.engine import EngineCommand, attach, free_port, start
 from tests import serve_cases as cases
+from tests.serve_cases import gone
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
-
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
-    """Whether all processes end in time."""
-    deadline = time.monotonic() + seconds
-    while any(map(cases.exists, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_an_engine_is_started_with_a_hash_seed_and_nothing_of_it_is_left(tmp_path: Path) -> None:
@@ -64,6 +55,23 @@ def test_an_engine_does_not_outlive_a_killed_benchmark(tmp_path: Path, number: i
     user.send_signal(number)
     user.wait()
     user.stdout.close()
+    assert gone(pids)
+
+
+def test_an_engine_does_not_outlive_a_worker_that_kills_its_children_before_it_ends(tmp_path: Path) -> None:
+    """As the workers of a Ray cluster do."""
+    code = (
+        "import os, sys, pathlib; from notelens.serving.engine import EngineCommand, start; "
+        f"e = start(EngineCommand({cases.command(child=1)!r}, stop_s=2.0), pathlib.Path({str(tmp_path / 'log')!r})); "
+        "print(e.pid, flush=True); sys.stdin.readline(); os.kill(e._keeper.pid, 9); os._exit(0)"
+    )
+    user = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cases.pythonpath()
+    )
+    assert user.stdout is not None
+    pids = [int(user.stdout.readline()), *cases.children_of(tmp_path / "log")]
+    assert len(pids) == 3 and all(map(cases.exists, pids))
+    user.communicate(b"\n")
     assert gone(pids)
 
 

@@ -1,5 +1,6 @@
 """Sweeps on Ray: a cluster of three nodes on this machine, workers and nodes that die, and addresses that do not answer."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,14 @@ import pytest
 from notelens.errors import InputError, MissingPackageError, RecordError
 from notelens.probes import PROBES
 from notelens.runs import ray_launcher, runner
-from notelens.runs.ray_launcher import apply, changes, connect
+from notelens.runs.cell import Job
+from notelens.runs.ray_launcher import APPEND, RayWorkers, _Running, apply, changes, connect
 from notelens.runs.records import FILE, RecordWriter, read_records
+from notelens.runs.serve_sweep import load_serve_sweep
 from notelens.runs.sweep import make_launcher, run_sweep
+from notelens.runs.yamlfile import parse_document
 from notelens.tasks import TASKS
+from tests import serve_cases, serve_ray_program
 from tests import sweep_cases as cases
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -38,7 +44,17 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """What the sweeps of ``tests.sweep_ray_program`` came to, and their folder."""
-    folder = tmp_path_factory.mktemp("ray")
+    return run_program("tests.sweep_ray_program", tmp_path_factory.mktemp("ray"))
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What the sweeps of ``tests.serve_ray_program`` came to, and their folder."""
+    return run_program("tests.serve_ray_program", tmp_path_factory.mktemp("serve-ray"))
+
+
+def run_program(module: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Run a program that starts a cluster and writes ``found.json``."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(cases.ROOT),
@@ -46,7 +62,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sweep_ray_program", str(folder)],
+        [sys.executable, "-m", module, str(folder)],
         cwd=cases.ROOT, env=environment, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -111,6 +127,42 @@ def test_a_cluster_without_a_gpu_is_a_sentence(cluster: tuple[Path, dict[str, An
     marks = cluster[1]["gpu"]["marks"]
     why = "no node of the Ray cluster has a GPU, and the configuration asks for device 'cuda'"
     assert len(marks) == 4 and all(mark == ["worker", why] for mark in marks.values())
+
+
+@needs_ray
+@pytest.mark.slow
+def test_serving_benchmarks_on_a_cluster_write_what_this_process_writes(
+    serving: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, found = serving
+    marks = {
+        "ends/serve/seed-0": ["engine", "the engine ended before it was ready (RuntimeError: no memory for a single block); "
+                              "its log is ends/serve/seed-0/engine.log"],
+        "big/serve/seed-0": ["worker", "no node of the Ray cluster has a GPU, and the configuration asks for 'gpus: 1'"],
+    }  # fmt: skip
+    assert found["plain"]["marks"] == marks
+    sweep = json.dumps(serve_cases.sweep(serve_ray_program.ENGINES))
+    run_sweep(load_serve_sweep(parse_document(sweep, "x.yaml")), tmp_path / "here")
+    here, there = serve_cases.contents(tmp_path / "here"), serve_cases.contents(folder / "plain")
+    assert here == there and len(here) == 2 * (3 + 4 * 4)
+    for label in ("one", "two"):
+        a, b = (root / "cells" / label / "serve" / "seed-0" for root in (tmp_path / "here", folder / "plain"))
+        assert {p.name for p in a.iterdir()} == {p.name for p in b.iterdir()}
+        assert (a / "engine.log").read_bytes() == (b / "engine.log").read_bytes() == b"ready\n"
+    assert "no memory" in (folder / "plain" / "cells" / "ends" / "serve" / "seed-0" / "engine.log").read_text()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_no_engine_outlives_its_cell_on_a_cluster(serving: tuple[Path, dict[str, Any]]) -> None:
+    """Neither where a cell takes too long nor at Ctrl-C; every engine has two children, one in a group of its own."""
+    folder, found = serving
+    assert found["limit"]["marks"]["held/serve/seed-0"][1].startswith("the cell took longer than 0.2 minutes")
+    assert found["stop"]["marks"] == "stopped"
+    assert [(found[name]["n_children"], found[name]["gone"]) for name in ("limit", "stop")] == [(2, True)] * 2
+    for name in ("limit", "stop"):
+        cell = folder / name / "cells" / "held" / "serve" / "seed-0"
+        assert [key[1] for key in read_records(cell).items] == ["capacity"], "what was measured is kept"
 
 
 @needs_ray
@@ -187,6 +239,38 @@ def test_a_folder_is_mirrored_from_what_is_new(tmp_path: Path) -> None:
     for name in (FILE, "manifest.json", "figures/a.png"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
     assert len(read_records(two).items) == 1
+
+
+def test_a_log_is_sent_once_and_goes_behind_those_of_earlier_attempts(tmp_path: Path) -> None:
+    two = tmp_path / "two"
+    for attempt in ("one", "again"):
+        folder, sent = tmp_path / attempt, dict[str, tuple[int, bytes]]()
+        folder.mkdir()
+        for text in (b"loading\n", b"ready\n"):
+            with (folder / "engine.log").open("ab") as log:
+                log.write(text)
+            assert list(changes(folder, dict(sent))) == [("engine.log", APPEND, text)], "what is new, and no more"
+            for change in changes(folder, sent):
+                apply(two, change)
+        assert list(changes(folder, sent)) == []
+    assert (two / "engine.log").read_bytes() == 2 * b"loading\nready\n"
+
+
+def test_the_limit_of_a_cell_counts_from_when_a_node_begins_it() -> None:
+    """Cells that wait for a free GPU may wait for hours."""
+    launcher, cancelled, ready = RayWorkers.__new__(RayWorkers), list[Any](), list[Any]()
+    stream = iter([([], [])])
+    launcher.limit, launcher._refused = 0.0, []
+    launcher._running = {stream: _Running(Job("a", {}, "f", False, {}), contextlib.ExitStack())}
+    launcher._ray = SimpleNamespace(
+        wait=lambda streams, **_: (list(ready), []), get=lambda batch: batch,
+        cancel=lambda stream, force: cancelled.append(stream), exceptions=SimpleNamespace(RayError=OSError),
+    )  # fmt: skip
+    launcher.wait(lambda event: None)
+    assert cancelled == []
+    ready.append(stream)
+    launcher.wait(lambda event: None)
+    assert cancelled == [stream]
 
 
 def test_records_that_do_not_follow_on_each_other_are_refused(tmp_path: Path) -> None:

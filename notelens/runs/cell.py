@@ -1,4 +1,4 @@
-"""One cell of a sweep, wherever it runs: an ordinary run whose refusals become a sentence instead of an error."""
+"""One cell of a sweep, wherever it runs: an ordinary run, or serving benchmark, whose refusals become a sentence."""
 
 import json
 from collections.abc import Mapping
@@ -13,11 +13,13 @@ from notelens.errors import (
     InputError,
     MissingPackageError,
     NotelensError,
+    ServingError,
     UnsupportedModelError,
 )
 from notelens.runs import manifest, runner
 from notelens.runs.config import RunConfig
 from notelens.runs.progress import Progress
+from notelens.runs.sweep_config import SweepKind
 from notelens.runs.sweep_folder import Kind, incompetence
 
 if TYPE_CHECKING:
@@ -30,10 +32,12 @@ class Job:
 
     Attributes:
         key: of the cell.
-        config: its run configuration as plain data.
+        config: its configuration as plain data.
         folder: where it is written.
         dry_run: as for :func:`notelens.runs.runner.execute`.
         versions: library versions of whoever asks; a worker with others refuses.
+        kind: what the configuration is one of.
+        n_gpus: to keep for it on a Ray cluster.
     """
 
     key: str
@@ -41,6 +45,8 @@ class Job:
     folder: str
     dry_run: bool
     versions: Mapping[str, str]
+    kind: SweepKind = "run"
+    n_gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,13 +100,28 @@ def run_cell(job: Job, progress: Progress, loader: runner.Loader) -> Outcome:
     if other:
         sentence = f"the worker has other versions ({', '.join(other)}), so its numbers would not belong to this sweep"
         return Outcome("worker", sentence)
-    config = RunConfig.model_validate_json(json.dumps(job.config))
     try:
-        done = runner.execute(config, Path(job.folder), progress=progress, dry_run=job.dry_run, loader=loader)
+        return _serve(job, progress) if job.kind == "serve" else _run(job, progress, loader)
     except NotelensError as e:
-        return Outcome(_kind(e), refusal(e, job))
+        return Outcome(_kind(e, job.kind), refusal(e, job))
     except (RuntimeError, MemoryError) as e:  # torch: out of memory, an operation that a device does not have
         return Outcome("failed", one_line(f"{type(e).__name__}: {e}"))
+
+
+def _serve(job: Job, progress: Progress) -> Outcome:
+    """A serving benchmark; a partial one is marked, what it measured is kept."""
+    from notelens.runs.serve import execute_serve
+    from notelens.runs.serve_config import ServeConfig
+
+    config = ServeConfig.model_validate_json(json.dumps(job.config))
+    done = execute_serve(config, Path(job.folder), progress=progress)
+    reason = one_line(f"the benchmark is partial: {'; '.join(done.marks)}") if done.marks else ""
+    return Outcome("partial" if done.marks else None, reason, done.n_measured, done.n_read)
+
+
+def _run(job: Job, progress: Progress, loader: runner.Loader) -> Outcome:
+    config = RunConfig.model_validate_json(json.dumps(job.config))
+    done = runner.execute(config, Path(job.folder), progress=progress, dry_run=job.dry_run, loader=loader)
     if done.incompetent and not job.dry_run:
         mark = incompetence(Path(job.folder))
         reason = mark.reason if mark is not None else done.incompetent[0]
@@ -119,7 +140,7 @@ def one_line(text: str, limit: int = 600) -> str:
     return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
 
 
-def _kind(error: NotelensError) -> Kind:
+def _kind(error: NotelensError, of: SweepKind) -> Kind:
     if isinstance(error, FolderInUseError):
         return "failed"
     if isinstance(error, GateError):
@@ -128,4 +149,6 @@ def _kind(error: NotelensError) -> Kind:
         return "package"
     if isinstance(error, CompetenceError):
         return "incompetent"
+    if of == "serve" and isinstance(error, InputError | ServingError):
+        return "engine"
     return "model" if isinstance(error, InputError | UnsupportedModelError) else "failed"

@@ -1,8 +1,8 @@
 """The command line: ``notelens run``, ``map``, ``list``, ``gate``, ``table``, ``merge``, ``skill``, ``serve-bench``; no torch.
 
 Exit codes: 0 done, 1 something failed on the way (a full disk, non-finite logits), 2 bad input, 3 the model failed its
-gate or is not competent (of a sweep: a cell is marked), 4 a benchmark is partial, and marked, 130 stopped by Ctrl-C. Errors are
-one line on stderr that begins with ``error:``.
+gate or is not competent (of a sweep: a cell is marked), 4 a benchmark is partial (of a sweep: its only marks), 130 stopped by
+Ctrl-C. Errors are one line on stderr that begins with ``error:``.
 """
 
 import ast
@@ -31,12 +31,16 @@ from notelens.registry import nearest
 from notelens.runs import skills
 from notelens.runs.manifest import is_serve_folder
 from notelens.runs.progress import Bars, Progress, Silent
-from notelens.runs.sweep_config import is_sweep
+from notelens.runs.sweep_config import Sweep, load_sweep
 from notelens.runs.sweep_folder import is_sweep_folder
-from notelens.runs.tables import FORMATS, load_table, render
+from notelens.runs.tables import FORMATS, render
 from notelens.runs.yamlfile import Document
 
 OK, FAILED, BAD_INPUT, NOT_ADMITTED, PARTIAL, STOPPED = 0, 1, 2, 3, 4, 130
+Jobs = Annotated[int | None, typer.Option(help="Of a sweep: so many worker processes.")]
+Launcher = Annotated[str, typer.Option(help="Of a sweep: local or ray.")]
+Address = Annotated[str | None, typer.Option(help="Of a Ray cluster: auto or HOST:PORT.")]
+Limit = Annotated[float | None, typer.Option(help="Of a sweep: minutes after which a cell is stopped.")]
 
 app = typer.Typer(
     name="notelens",
@@ -82,24 +86,18 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="A few instances per probe on a small random model; nothing is kept.")
     ] = False,
-    jobs: Annotated[int | None, typer.Option(help="Of a sweep: so many worker processes.")] = None,
-    launcher: Annotated[str, typer.Option(help="Of a sweep: local or ray.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster: auto or HOST:PORT.")] = None,
-    limit: Annotated[float | None, typer.Option(help="Of a sweep: minutes after which a cell is stopped.")] = None,
+    jobs: Jobs = None,
+    launcher: Launcher = "local",
+    address: Address = None,
+    limit: Limit = None,
 ) -> None:
     """Measure a configuration or a sweep, or continue it: finished items are never measured twice."""
     from notelens.runs.config import read_config, validate
     from notelens.runs.runner import execute
 
     document = read_config(config, set_ or ())
-    options = {"launcher": launcher, "jobs": jobs, "address": address, "limit": limit}
-    if is_sweep(document):
-        _run_sweep(document, out, options, dry_run)
+    if _ran_as_sweep(document, load_sweep, out, (launcher, jobs, address, limit), dry_run):
         return
-    if options != {"launcher": "local", "jobs": None, "address": None, "limit": None}:
-        raise InputError(
-            f"{config}: --jobs, --launcher, --address and --limit are for sweeps; this file has no 'sweep'"
-        )
     loaded = validate(document)
     folder = out if out is not None else Path("runs") / loaded.name
     try:
@@ -125,15 +123,19 @@ def run(
         raise CompetenceError(sentence)
 
 
-def _run_sweep(document: Document, out: Path | None, options: dict[str, Any], dry_run: bool) -> None:
+def _ran_as_sweep(
+    document: Document, load: Callable[[Document], Sweep], out: Path | None, options: tuple[Any, ...], dry_run: bool
+) -> bool:
+    """Run a file with a section ``sweep``; false, and nothing is done, where it has none."""
     from notelens.runs.sweep_cli import run_document
 
     try:
-        n_marked = run_document(document, out, options, dry_run=dry_run, say=_say)
+        marks = run_document(document, load, out, options, dry_run=dry_run, say=_say)
     except KeyboardInterrupt:
         raise typer.Exit(STOPPED) from None
-    if n_marked:
-        raise typer.Exit(NOT_ADMITTED)
+    if marks:
+        raise typer.Exit(PARTIAL if {mark.kind for mark in marks} == {"partial"} else NOT_ADMITTED)
+    return marks is not None
 
 
 @app.command("map")
@@ -254,8 +256,11 @@ def table(
         raise InputError(f"{folder}: --layout {layout} is for the folder of a sweep, and this holds none")
     if format not in FORMATS:
         raise InputError(f"unknown format {format!r}; {nearest(format, list(FORMATS))}")
-    found = _serve_table(folder) if is_serve_folder(folder) else load_table(folder)
-    typer.echo(render(found, format), nl=False)
+    if is_serve_folder(folder):
+        from notelens.runs.serve_tables import serve_table as read
+    else:
+        from notelens.runs.tables import load_table as read
+    typer.echo(render(read(folder), format), nl=False)
 
 
 @app.command("serve-bench")
@@ -268,13 +273,20 @@ def serve_bench(
     ] = None,
     results: Annotated[Path | None, typer.Option(help="Also put rows into this file of benchmark results.")] = None,
     device: Annotated[str, typer.Option(help="What the engine runs on, for those rows.")] = "unknown",
+    jobs: Jobs = None,
+    launcher: Launcher = "local",
+    address: Address = None,
+    limit: Limit = None,
 ) -> None:
-    """Time an engine with a field in the prefix, hoisted, or corrected behind it, below and above its capacity."""
-    from notelens.runs.serve_cli import run_benchmark
+    """Time engines with a field in the prefix, hoisted, or corrected behind it, below and above their capacity."""
+    from notelens.runs.serve_cli import load_serve_sweep, read_benchmark, run_benchmark
 
+    document = read_benchmark(config, set_ or (), results)
+    if _ran_as_sweep(document, load_serve_sweep, out, (launcher, jobs, address, limit), False):
+        return
     try:
         with _progress() as progress:
-            lines, marks = run_benchmark(config, tuple(set_ or ()), out, results, device, progress)
+            lines, marks = run_benchmark(document, out, results, device, progress)
     except KeyboardInterrupt:
         _say("stopped: whole cells are kept; run the same command to continue")
         raise typer.Exit(STOPPED) from None
@@ -336,12 +348,6 @@ def _say(text: str) -> None:
     """One line on stderr, whatever the text holds."""
     line = " ".join(text.split())
     typer.echo("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line), err=True)
-
-
-def _serve_table(folder: Path) -> Any:
-    from notelens.runs.serve_tables import serve_table
-
-    return serve_table(folder)
 
 
 def _first_line(module: str) -> str:

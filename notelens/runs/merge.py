@@ -13,6 +13,7 @@ from notelens.runs.config import UNHASHED, differences
 from notelens.runs.files import LOCK, held, make_folder, reason
 from notelens.runs.manifest import DECIDING, FIXED_FACTS, Manifest, read_manifest
 from notelens.runs.records import read_records
+from notelens.runs.serve_record import ENGINE_FACTS, fixed_facts
 from notelens.runs.sweep_folder import (
     CELLS,
     Entry,
@@ -54,7 +55,7 @@ def merge(out: Path, parts: Sequence[Path]) -> Merged:
         parts: folders of sweeps.
 
     Raises:
-        ConfigError: the parts were made with different tasks, probes, software or models; nothing is written.
+        ConfigError: the parts were made with different tasks, probes, software, models or engines; nothing is written.
         InputError: a folder is in use or holds no sweep.
         RecordError: a file cannot be read or written.
     """
@@ -101,7 +102,10 @@ def _check(sources: Sequence[SweepFolder]) -> None:
             began = began or (path, manifest)
             _same("software", began, (path, manifest), DECIDING, lambda m: m["sessions"][0]["versions"])
             seen = models.setdefault(entry.model, (path, manifest))
-            _same("model", seen, (path, manifest), FIXED_FACTS, lambda m: m["model"])
+            if source.kind == "serve":
+                _same("engine", seen, (path, manifest), ENGINE_FACTS, lambda m: fixed_facts(m["engine"]))
+            else:
+                _same("model", seen, (path, manifest), FIXED_FACTS, lambda m: m["model"])
 
 
 def _config_change(other: Path, manifest: Manifest | None) -> str:
@@ -128,7 +132,7 @@ def _same(
 def _join(out: Path, sources: Sequence[SweepFolder]) -> Merged:
     entries: dict[str, Entry] = {e.key: e for source in sources for e in source.entries}
     first = sources[0]
-    folder = SweepFolder(out, first.name, first.description, first.shared, tuple(entries.values()), {})
+    folder = SweepFolder(out, first.name, first.description, first.shared, tuple(entries.values()), {}, first.kind)
     make_folder(out / CELLS)
     write_sweep_folder(folder)
     n_copied, n_finished, twice = 0, 0, []

@@ -28,13 +28,15 @@ from notelens.runs.cell import Job, OneModel, Outcome, one_line, refusal, run_ce
 from notelens.runs.files import held, make_folder, reason, write_atomic
 from notelens.runs.launcher import Emit, Event, Reporter, from_json
 from notelens.runs.records import FILE, read_records
+from notelens.runs.serve_record import ENGINE_LOG
 
 CONNECT_SECONDS, JOIN_SECONDS, POLL_SECONDS = 5.0, 45.0, 1.0
 JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 """Tried in a process of its own first: where no cluster answers, Ray waits for minutes and then ends the process."""
 
+REPLACE, APPEND = -1, -2
 Change = tuple[str, int, bytes]
-"""File below the cell's folder, offset, bytes; offset -1 replaces the file."""
+"""File below the cell's folder, offset, bytes; or how they are written: instead of the file, or behind what it holds."""
 
 _LOADER = OneModel()
 """Of a worker process on the cluster; Ray keeps such processes, so the model stays loaded."""
@@ -53,6 +55,7 @@ def stream_cell(
         before: files of the cell's folder to continue from.
         imports: modules to import first.
     """
+    yield [], []  # it has begun: until now it may have waited for a node with room
     for module in imports:
         importlib.import_module(module)
     events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
@@ -88,25 +91,29 @@ def stream_cell(
 
 
 def changes(folder: Path, sent: dict[str, tuple[int, bytes]]) -> Iterator[Change]:
-    """What is new in a folder since the last call; the records only grow, other files are sent whole when they differ."""
+    """What is new in a folder since the last call.
+
+    The records and an engine's log only grow, so what was appended is sent; other files are sent whole when they differ. A log
+    begins anew with every attempt at a cell, so it goes behind what earlier ones wrote.
+    """
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
         if name.endswith((".part", ".lock")):
             continue
-        if name == FILE:
+        if name in (FILE, ENGINE_LOG):
             start = sent.get(name, (0, b""))[0]
             with path.open("rb") as file:
                 file.seek(start)
                 more = file.read()
             if more:
                 sent[name] = (start + len(more), b"")
-                yield name, start, more
+                yield name, start if name == FILE else APPEND, more
             continue
         with contextlib.suppress(FileNotFoundError):  # replaced between the listing and the reading
             content = path.read_bytes()
             if sent.get(name) != (len(content), content):
                 sent[name] = (len(content), content)
-                yield name, -1, content
+                yield name, REPLACE, content
 
 
 # --- on the machine that keeps the records ----------------------------------------------------------------------------
@@ -116,7 +123,7 @@ def changes(folder: Path, sent: dict[str, tuple[int, bytes]]) -> Iterator[Change
 class _Running:
     job: Job
     lock: contextlib.ExitStack
-    deadline: float | None
+    deadline: float | None = None
     overdue: bool = False
 
 
@@ -126,7 +133,7 @@ class RayWorkers:
     Args:
         address: ``auto`` or ``HOST:PORT``; this machine must be a node of the cluster.
         jobs: cells at once; as many as the cluster has processors when not given.
-        limit_minutes: a cell that takes longer is stopped (and tried again from its records).
+        limit_minutes: a cell that takes longer from when a node begins it is stopped (and tried again from its records).
         imports: modules that every worker imports first.
 
     Raises:
@@ -143,14 +150,18 @@ class RayWorkers:
         self.limit, self.imports = limit_minutes, tuple(imports)
         self.resources: dict[str, float] = self._ray.cluster_resources()
         self.slots = jobs if jobs is not None else max(1, int(self.resources.get("CPU", 1)))
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        self.most_gpus = int(max((resources.get("GPU", 0) for resources in nodes), default=0))
         self._running: dict[Any, _Running] = {}
         self._refused: list[Event] = []
 
     def start(self, job: Job) -> None:
         """Send the job and what is on record of its cell to the cluster."""
-        n_gpus = 1 if str(job.config["model"]["device"]).startswith("cuda") and not job.dry_run else 0
-        if n_gpus > self.resources.get("GPU", 0):
-            why = "no node of the Ray cluster has a GPU, and the configuration asks for device 'cuda'"
+        n_gpus = 0 if job.dry_run else job.n_gpus
+        if n_gpus > self.most_gpus:
+            asked = "device 'cuda'" if job.kind == "run" else f"'gpus: {n_gpus}'"
+            what = "a GPU" if n_gpus == 1 else f"{n_gpus} GPUs"
+            why = f"no node of the Ray cluster has {what}, and the configuration asks for {asked}"
             self._refused.append(Event(job.key, "done", outcome=Outcome("worker", why)))
             return
         lock, before = contextlib.ExitStack(), dict[str, bytes]()
@@ -169,8 +180,7 @@ class RayWorkers:
                 before[FILE] = before[FILE][:whole]
                 os.truncate(folder / FILE, whole)
         remote = self._ray.remote(num_cpus=1, num_gpus=n_gpus, max_retries=0, num_returns="streaming")(stream_cell)
-        deadline = time.monotonic() + 60 * self.limit if self.limit is not None else None
-        self._running[remote.remote(asdict(job), before, self.imports)] = _Running(job, lock, deadline)
+        self._running[remote.remote(asdict(job), before, self.imports)] = _Running(job, lock)
 
     def wait(self, emit: Emit) -> None:
         """Take in what arrived within a second."""
@@ -198,6 +208,8 @@ class RayWorkers:
             self._ended(stream)
             emit(Event(running.job.key, "died", self._why(running, e)))
             return
+        if self.limit is not None and running.deadline is None:
+            running.deadline = time.monotonic() + 60 * self.limit
         if not running.job.dry_run:
             for change in changed:
                 apply(Path(running.job.folder), change)
@@ -235,12 +247,12 @@ def apply(folder: Path, change: Change) -> None:
     name, offset, content = change
     path = folder / name
     make_folder(path.parent)
-    if offset < 0:
+    if offset == REPLACE:
         write_atomic(path, content)
         return
     try:
         with path.open("ab") as file:
-            if file.tell() != offset:
+            if offset != APPEND and file.tell() != offset:
                 raise RecordError(f"{path}: holds {file.tell()} bytes, but a worker continues at {offset}; run again")
             file.write(content)
             file.flush()

@@ -14,7 +14,16 @@ from notelens.runs.files import LOCK, held, reason
 from notelens.runs.progress import Progress, Silent
 from notelens.runs.records import FILE, RecordWriter, read_records
 from notelens.runs.serve_config import LoadConfig, ServeConfig
-from notelens.runs.serve_record import CAPACITY, capacity_of, group, item_of, mark_of, on_record
+from notelens.runs.serve_record import (
+    CAPACITY,
+    ENGINE_LOG,
+    capacity_of,
+    fixed_facts,
+    group,
+    item_of,
+    mark_of,
+    on_record,
+)
 from notelens.runs.serve_tables import aggregates, serve_table, write_serve_tables
 from notelens.runs.tables import Table
 from notelens.serving.bench import Bench, Cell, Facts, Options
@@ -23,7 +32,6 @@ from notelens.serving.engine import Engine, EngineCommand, running
 from notelens.serving.workload import BASELINE, Workload
 
 KIND = "serve"
-ENGINE_LOG = "engine.log"
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def _begin(config: ServeConfig, out: Path, before: m.Manifest | None, facts: Fac
             "engine": known, "n_lines": workload.n_lines, "sessions": [m.session()], "state": "running", "marks": [],
         }  # fmt: skip
     else:
-        began, now = _same(before["engine"]), _same(known)
+        began, now = fixed_facts(before["engine"]), fixed_facts(known)
         changed = [f"{k} {began[k]} -> {now[k]}" for k in now if began[k] != now[k]]
         if changed:
             raise ConfigError(
@@ -166,13 +174,6 @@ def _begin(config: ServeConfig, out: Path, before: m.Manifest | None, facts: Fac
         manifest = {**before, "sessions": [*before["sessions"], m.session()], "state": "running"}
     m.write_manifest(out, manifest)
     return manifest
-
-
-def _same(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change within a benchmark; how many blocks there is room for may."""
-    settings: Mapping[str, Any] = facts["settings"]
-    fixed = {k: settings[k] for k in ("block_size", "prefix_caching", "cache_dtype")}
-    return {"model": facts["model"], "version": facts["version"], **fixed}
 
 
 async def _measure(run: _Run, bench: Bench) -> None:

@@ -1,6 +1,7 @@
 """Configuration of a serving benchmark: which engine, which requests, which loads. Closed to unknown keys."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -112,26 +113,24 @@ class CapacityConfig(Closed):
     in_flight: Annotated[int, Field(ge=1, le=10_000)] = 2
 
 
-class ServeConfig(Closed):
-    """Everything that decides what a serving benchmark measures.
+class Offered(Closed):
+    """What is asked of an engine, whichever it is.
 
     Attributes:
         name: default folder below ``runs/``.
         description: for people; not part of the hash.
-        engine, prompt, capacity: see their classes.
+        prompt, capacity: see their classes.
         arms: where the field is; the baseline must be among them.
         loads: offered loads, in this order.
         n: timed requests of a cell.
         warm_up: untimed requests per policy at the beginning of a cell.
         timeout_s: after which a request is given up and its cell is marked.
         ttft_objective_ms: requests whose first token came within it count for goodput.
-        seed: of prompts, arrivals and the bootstrap.
         figures: draw the figure at the end; not part of the hash.
     """
 
     name: Name
     description: str = ""
-    engine: EngineConfig
     prompt: PromptConfig = PromptConfig()
     capacity: CapacityConfig = CapacityConfig()
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ARMS
@@ -140,11 +139,10 @@ class ServeConfig(Closed):
     warm_up: Annotated[int, Field(ge=0, le=100)] = 1
     timeout_s: Seconds = 60.0
     ttft_objective_ms: Annotated[float, Field(gt=0)]
-    seed: Seed = 0
     figures: bool = True
 
     @model_validator(mode="after")
-    def _possible(self) -> "ServeConfig":
+    def _possible(self) -> "Offered":
         arms, loads = [str(arm) for arm in self.arms], [load.name for load in self.loads]
         for what, found in (("arm", arms), ("load", loads)):
             twice = sorted({x for x in found if found.count(x) > 1})
@@ -153,6 +151,18 @@ class ServeConfig(Closed):
         if BASELINE not in self.arms:
             raise ValueError(f"the baseline {BASELINE!r} is not among the arms, so there would be no ratios")
         return self
+
+
+class ServeConfig(Offered):
+    """Everything that decides what a serving benchmark measures.
+
+    Attributes:
+        engine: see its class.
+        seed: of prompts, arrivals and the bootstrap.
+    """
+
+    engine: EngineConfig
+    seed: Seed = 0
 
 
 def validate_serve(document: Document) -> ServeConfig:
@@ -167,9 +177,9 @@ def validate_serve(document: Document) -> ServeConfig:
         raise ConfigError(sentence(e, document, ServeConfig)) from None
 
 
-def load_serve_config(path: str | Path, overrides: tuple[str, ...] = ()) -> ServeConfig:
+def load_serve_config(path: str | Path, overrides: Sequence[str] = ()) -> ServeConfig:
     """Read and validate the file of a serving benchmark; arguments and errors as :func:`notelens.runs.config.load_config`."""
     return validate_serve(read_config(path, overrides))
 
 
-__all__ = ["RATIO_LOADS", "LoadConfig", "ServeConfig", "load_serve_config", "validate_serve"]
+__all__ = ["RATIO_LOADS", "EngineConfig", "LoadConfig", "Offered", "ServeConfig", "load_serve_config", "validate_serve"]

@@ -13,7 +13,19 @@ from notelens.serving.load import Timed
 from notelens.serving.workload import Asked, first_word
 
 EXPERIMENT = "serve"
+ENGINE_LOG = "engine.log"
+"""File beside the records: what a started engine wrote."""
+HEADLINE_ARM = "erratum"
+"""The arm whose numbers stand where there is room for one arm only."""
+ENGINE_FACTS = ("model", "version", "block_size", "prefix_caching", "cache_dtype")
+"""Facts of the engine that must not change within a benchmark; how many blocks there is room for may."""
 CELL, CAPACITY, PARTIAL = "cell", "capacity", "partial"
+
+
+def fixed_facts(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """:data:`ENGINE_FACTS` from what a manifest says about its engine."""
+    known: Mapping[str, Any] = {**engine["settings"], "model": engine["model"], "version": engine["version"]}
+    return {name: known[name] for name in ENGINE_FACTS}
 
 
 def item_of(cell: Cell) -> str:
@@ -92,4 +104,18 @@ def capacity_of(lines: list[Line]) -> float:
     return float(lines[0]["answered"]) / float(lines[0]["elapsed_s"])
 
 
-__all__ = ["CAPACITY", "CELL", "EXPERIMENT", "PARTIAL", "capacity_of", "group", "item_of", "mark_of", "on_record"]
+__all__ = [
+    "CAPACITY",
+    "CELL",
+    "ENGINE_FACTS",
+    "ENGINE_LOG",
+    "EXPERIMENT",
+    "HEADLINE_ARM",
+    "PARTIAL",
+    "capacity_of",
+    "fixed_facts",
+    "group",
+    "item_of",
+    "mark_of",
+    "on_record",
+]

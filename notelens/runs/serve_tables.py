@@ -16,7 +16,7 @@ from notelens.errors import InputError, RecordError
 from notelens.runs.files import reason, write_atomic
 from notelens.runs.manifest import read_manifest
 from notelens.runs.records import Line, Records, read_records
-from notelens.runs.serve_record import CAPACITY, CELL, EXPERIMENT
+from notelens.runs.serve_record import CAPACITY, CELL, EXPERIMENT, HEADLINE_ARM
 from notelens.runs.tables import FORMATS, Table, markdown_grid, md, render
 from notelens.serving.metrics import UNAVAILABLE, shown
 from notelens.serving.workload import BASELINE
@@ -28,8 +28,13 @@ FEW_TAIL = "few_tail"
 MIN_TAIL = 5
 """Requests beyond a percentile below which it is flagged: its interval then ends at the slowest request."""
 BENCHMARK = "serve"
-BENCHMARK_ARM = "erratum"
-"""The arm whose ratios stand under a load alone."""
+READING = (
+    "TTFT counts from the moment a request was due, so waiting in a queue is part of it; offered_rps null: all at once. "
+    "Ratios: baseline's TTFT over the arm's, arm's throughput over the baseline's. Below the baseline's capacity a TTFT "
+    "ratio compares prefills; above it mostly the growth of the baseline's queue.",
+    "n counts requests, for pooled hit rates loads. Intervals are 95 %; goodput and hit rates of one cell have none.",
+)
+"""What a reader of a table must know, whichever engine it is."""
 
 
 class _Lines:
@@ -215,22 +220,15 @@ def serve_table(folder: Path) -> Table:
 
 def _header(manifest: Mapping[str, Any], records: Records) -> tuple[str, ...]:
     engine: Mapping[str, Any] = manifest["engine"]
-    s: Mapping[str, Any] = engine["settings"]
     config: Mapping[str, Any] = manifest["config"]
     lengths = [r["n_prompt"] for r in records.rows() if r.get("arm") == BASELINE and r.get("n_prompt")]
     tokens = f"{min(lengths)} to {max(lengths)}" if lengths else UNAVAILABLE
-    caching = {True: "on", False: "off", None: UNAVAILABLE}[s["prefix_caching"]]
     repeat = shown(engine["reuse"]) if engine["reuse"] is not None else UNAVAILABLE
     lines = [
-        f"Engine: {engine['model']}, version {engine['version'] or UNAVAILABLE}, blocks of "
-        f"{s['block_size'] or UNAVAILABLE} tokens, prefix caching {caching}; share of a known repeat that was cached: "
-        f"{repeat}.",
+        f"Engine: {engine_text(engine)}; share of a known repeat that was cached: {repeat}.",
         f"Baseline: {BASELINE}, prompts of {tokens} tokens, {config['prompt']['max_tokens']} output tokens at most; every cell "
         f"has {config['warm_up']} untimed requests per policy first and a cache salt of its own.",
-        "TTFT counts from the moment a request was due, so waiting in a queue is part of it; offered_rps null: all at once. "
-        "Ratios: baseline's TTFT over the arm's, arm's throughput over the baseline's. Below the baseline's capacity a TTFT "
-        "ratio compares prefills; above it mostly the growth of the baseline's queue.",
-        "n counts requests, for pooled hit rates loads. Intervals are 95 %; goodput and hit rates of one cell have none.",
+        *READING,
         *[str(note) for note in engine["notes"]],
     ]
     if EXPERIMENT not in records.probes:
@@ -239,6 +237,16 @@ def _header(manifest: Mapping[str, Any], records: Records) -> tuple[str, ...]:
             0, f"PARTIAL: {'; '.join(marks) or 'not finished'}. Run the same command again to measure what is missing."
         )
     return tuple(lines)
+
+
+def engine_text(engine: Mapping[str, Any]) -> str:
+    """What a manifest says about its engine, in words."""
+    s: Mapping[str, Any] = engine["settings"]
+    caching = {True: "on", False: "off", None: UNAVAILABLE}[s["prefix_caching"]]
+    return (
+        f"{engine['model']}, version {engine['version'] or UNAVAILABLE}, blocks of {s['block_size'] or UNAVAILABLE} tokens, "
+        f"prefix caching {caching}"
+    )
 
 
 SUMMARY = (
@@ -295,7 +303,7 @@ def benchmark_rows(folder: Path, device: str) -> list[Line]:
     """Rows of ``benchmarks/results.json``: hit rates and right answers by arm, ratios by load.
 
     ``q1`` and ``q3`` are the ends of the 50 % interval where there is one, else the value. Ratios under a load alone are those
-    of :data:`BENCHMARK_ARM`; other arms are named in ``case``.
+    of :data:`~notelens.runs.serve_record.HEADLINE_ARM`; other arms are named in ``case``.
 
     Args:
         folder: of a benchmark.
@@ -310,7 +318,7 @@ def benchmark_rows(folder: Path, device: str) -> list[Line]:
         if row["value"] is not None and metric in ("prefix_hit_rate", "p_correct") and not params:
             case = {"arm": arm}
         elif row["value"] is not None and metric in ("p90_ttft_ratio", "throughput_ratio"):
-            case = {"load": params["load"], **({} if arm == BENCHMARK_ARM else {"arm": arm})}
+            case = {"load": params["load"], **({} if arm == HEADLINE_ARM else {"arm": arm})}
         else:
             continue
         q1, q3 = (row["value"] if row[k] is None else row[k] for k in ("lo", "hi"))
@@ -339,8 +347,10 @@ def merge_results(path: Path, rows: Sequence[Line]) -> None:
 __all__ = [
     "FEW_TAIL",
     "MIN_TAIL",
+    "READING",
     "aggregates",
     "benchmark_rows",
+    "engine_text",
     "merge_results",
     "serve_table",
     "summary",

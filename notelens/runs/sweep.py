@@ -10,6 +10,7 @@ from typing import Protocol
 from notelens.errors import InputError
 from notelens.runs import manifest as m
 from notelens.runs.cell import Job, Outcome
+from notelens.runs.config import RunConfig
 from notelens.runs.files import held
 from notelens.runs.launcher import Event, InProcess, Launcher
 from notelens.runs.sweep_config import Cell, Sweep
@@ -92,7 +93,7 @@ def run_sweep(
     """Run a sweep, or continue it: finished cells are not measured again, marked ones are tried again.
 
     Args:
-        sweep: from :func:`~notelens.runs.sweep_config.load_sweep`.
+        sweep: from :func:`~notelens.runs.sweep_config.load_sweep` or :func:`~notelens.runs.serve_sweep.load_serve_sweep`.
         out: folder of the sweep; created, and held while this runs.
         launcher: where cells run; this process when not given.
         watcher: who is told about it.
@@ -100,16 +101,13 @@ def run_sweep(
 
     Raises:
         ConfigError: parameters that the classes refuse; a folder begun with another configuration or version.
-        InputError: the folder is in use or holds something else.
+        InputError: the folder is in use or holds something else; a dry run of serving benchmarks.
         RecordError: a file of the sweep could not be written.
     """
-    from notelens.runs.plan import plan
-
     shown = watcher if watcher is not None else Unwatched()
     runs = launcher if launcher is not None else InProcess()
     try:
-        for cell in sweep.cells:  # refuse wrong parameters before anything is measured
-            plan(cell.config, cell.document)
+        _check(sweep, dry_run)
         if dry_run:
             with tempfile.TemporaryDirectory(prefix="notelens-dry-") as folder:
                 return replace(_run(sweep, Path(folder), runs, shown, dry_run=True), folder=None)
@@ -117,6 +115,19 @@ def run_sweep(
             return _run(sweep, Path(out), runs, shown, dry_run=False)
     finally:
         runs.stop()
+
+
+def _check(sweep: Sweep, dry_run: bool) -> None:
+    """Refuse wrong parameters before anything is measured."""
+    if sweep.kind == "serve":
+        if dry_run:
+            raise InputError("a serving benchmark has no dry run; give its engines a small model")
+        return
+    from notelens.runs.plan import plan
+
+    for cell in sweep.cells:
+        if isinstance(cell.config, RunConfig):
+            plan(cell.config, cell.document)
 
 
 def _run(sweep: Sweep, out: Path, launcher: Launcher, watcher: Watcher, *, dry_run: bool) -> SweepResult:
@@ -155,14 +166,25 @@ class _Queue:
     def run(self) -> None:
         """Until nothing waits and nothing runs."""
         while self.waiting or self.running:
-            while self.waiting and len(self.running) < self.launcher.slots:
-                cell = self.waiting.popleft()
+            while len(self.running) < self.launcher.slots and (cell := self._next()) is not None:
                 self.running[cell.key] = cell
                 self.attempts[cell.key] += 1
                 self.watcher.cell(cell.key)
-                config = cell.config.model_dump(mode="json")
-                self.launcher.start(Job(cell.key, config, str(self.folder.cell(cell.key)), self.dry_run, self.versions))
+                self.launcher.start(self._job(cell))
             self.launcher.wait(self._on)
+
+    def _next(self) -> Cell | None:
+        """Take the first cell that may run beside those that do."""
+        busy = {cell.alone for cell in self.running.values() if cell.alone}
+        for i, cell in enumerate(self.waiting):
+            if cell.alone not in busy:
+                del self.waiting[i]
+                return cell
+        return None
+
+    def _job(self, cell: Cell) -> Job:
+        config, folder = cell.config.model_dump(mode="json"), str(self.folder.cell(cell.key))
+        return Job(cell.key, config, folder, self.dry_run, self.versions, self.folder.kind, cell.n_gpus)
 
     def _on(self, event: Event) -> None:
         if event.kind == "done" and event.outcome is not None:

@@ -1,4 +1,4 @@
-"""The command line of sweeps: what ``notelens run SWEEP.yaml`` does, ``notelens merge``, and live progress."""
+"""The command line of sweeps: what a file with a section ``sweep`` does, ``notelens merge``, and live progress."""
 
 import contextlib
 import sys
@@ -9,39 +9,57 @@ from typing import Any
 
 import typer
 
+from notelens.errors import InputError
 from notelens.runs.launcher import Event
 from notelens.runs.sweep import SweepResult, Unwatched, Watcher, check_launcher, make_launcher, run_sweep
-from notelens.runs.sweep_config import Sweep, load_sweep
+from notelens.runs.sweep_config import Sweep, is_sweep
+from notelens.runs.sweep_folder import Mark
 from notelens.runs.sweep_tables import render_sweep
 from notelens.runs.yamlfile import Document
 
 Say = Callable[[str], None]
-Options = dict[str, Any]
+Options = tuple[str, int | None, str | None, float | None]
+"""Launcher, jobs, address, limit."""
 
 
-def run_document(document: Document, out: Path | None, options: Options, *, dry_run: bool, say: Say) -> int:
+def run_document(
+    document: Document,
+    load: Callable[[Document], Sweep],
+    out: Path | None,
+    options: Options,
+    *,
+    dry_run: bool,
+    say: Say,
+) -> list[Mark] | None:
     """Run the sweep of a document and print its tables.
 
     Args:
-        document: of a configuration with a ``sweep`` section.
+        document: of a configuration.
+        load: makes a sweep of it.
         out: folder; ``runs/<name>`` when not given.
-        options: ``launcher``, ``jobs``, ``address``, ``limit``.
+        options: of the launcher.
         dry_run: as for a run.
         say: prints one line for people.
 
     Returns:
-        How many cells are marked.
+        The marks of cells; ``None`` where the document has no section ``sweep``, and then nothing is done.
 
     Raises:
         KeyboardInterrupt: after a sentence about what is kept.
+        InputError: options of a sweep for a document that has none.
         NotelensError: as :func:`~notelens.runs.sweep.run_sweep`.
     """
-    check_launcher(**options)
-    sweep = load_sweep(document)
+    if not is_sweep(document):
+        if options != ("local", None, None, None):
+            text = "--jobs, --launcher, --address and --limit are for sweeps; this file has no 'sweep'"
+            raise InputError(f"{document.source}: {text}")
+        return None
+    check_launcher(*options)
+    sweep = load(document)
     folder = out if out is not None else Path("runs") / sweep.name
     try:
         with watching(say) as watcher:
-            result = run_sweep(sweep, folder, launcher=make_launcher(**options), watcher=watcher, dry_run=dry_run)
+            result = run_sweep(sweep, folder, launcher=make_launcher(*options), watcher=watcher, dry_run=dry_run)
     except KeyboardInterrupt:
         kept = f"what is measured is kept in {folder}; run the same command to continue"
         say(f"stopped: {'nothing was kept' if dry_run else kept}")
@@ -53,7 +71,7 @@ def run_document(document: Document, out: Path | None, options: Options, *, dry_
         typer.echo(f"{_counts(sweep, result)}; cells, long and wide tables: {folder}")
     for key, mark in result.marks.items():
         say(f"marked {key}: {mark.reason}")
-    return len(result.marks)
+    return list(result.marks.values())
 
 
 def _counts(sweep: Sweep, result: SweepResult) -> str:

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -25,7 +25,6 @@ from notelens.runs.config import (
     ModelConfig,
     Name,
     ProbeConfig,
-    RunConfig,
     Seed,
     TaskConfig,
     TaskOverride,
@@ -38,6 +37,8 @@ from notelens.runs.yamlfile import Document, Keys, Plain
 
 SECTION = "sweep"
 MAX_CELLS = 10_000
+SweepKind = Literal["run", "serve"]
+"""What a cell is: a run, or a serving benchmark (:mod:`notelens.runs.serve_sweep`)."""
 
 
 class SweepModel(ModelConfig):
@@ -71,17 +72,9 @@ class Grid(Closed):
     def _possible(self) -> "Grid":
         if self.models is None and self.tasks is None and self.seeds is None:
             raise ValueError("'sweep' lists nothing to vary; give models, tasks or seeds")
-        axes: tuple[tuple[str, list[str]], ...] = (
-            ("model", [label_of(m) for m in self.models or ()]),
-            ("task", [t.label for t in self.tasks or ()]),
-            ("seed", [str(s) for s in self.seeds or ()]),
-        )
-        for axis, labels in axes:
-            lower = [label.lower() for label in labels]
-            twice = sorted(label for label in labels if lower.count(label.lower()) > 1)
-            if twice:
-                way_out = "remove one" if axis == "seed" else "give each its own 'label'"
-                raise ValueError(f"{axis} {twice[0]!r} is listed twice in 'sweep'; {way_out}")
+        refuse_doubles("model", [label_of(m) for m in self.models or ()])
+        refuse_doubles("task", [t.label for t in self.tasks or ()])
+        refuse_doubles("seed", self.seeds or ())
         return self
 
 
@@ -122,16 +115,20 @@ class Cell:
     """One run of a sweep.
 
     Attributes:
-        model, task, seed: its place in the grid, by label.
-        config: of the run.
+        model, task, seed: its place in the grid, by label; the task of a serving benchmark is ``serve``.
+        config: of the run, a :class:`~notelens.runs.config.RunConfig`, or of the serving benchmark.
         document: the file as if it had been written for this cell alone; it knows the lines of the sweep's file.
+        n_gpus: of a Ray cluster, kept for the cell while it runs.
+        alone: what no two cells may use at once, such as an engine's address; empty where there is nothing.
     """
 
     model: str
     task: str
     seed: int
-    config: RunConfig
+    config: Closed
     document: Document
+    n_gpus: int = 0
+    alone: str = ""
 
     @property
     def key(self) -> str:
@@ -144,17 +141,18 @@ class Sweep:
     """A validated sweep.
 
     Attributes:
-        config: of the file.
+        name: default folder below ``runs/``.
+        description: for people.
+        shared: what all cells have in common, as plain data: two sweeps belong together when it is equal.
         cells: in the order of the grid: models outermost, so that one loaded model serves its cells.
+        kind: what a cell is.
     """
 
-    config: SweepConfig
+    name: str
+    description: str
+    shared: Mapping[str, Any]
     cells: tuple[Cell, ...]
-
-    @property
-    def name(self) -> str:
-        """Default folder below ``runs/``."""
-        return self.config.name
+    kind: SweepKind = "run"
 
 
 def is_sweep(document: Document) -> bool:
@@ -168,9 +166,36 @@ def label_of(model: ModelConfig) -> str:
     return own or re.sub(r"[^A-Za-z0-9._-]+", "_", model.name).strip("._-")[:100] or "model"
 
 
-def shared_part(config: SweepConfig) -> dict[str, Any]:
-    """What all cells have in common, as plain data: two sweeps belong together when it is equal."""
-    return config.model_dump(mode="json", exclude={*UNHASHED, SECTION, "model", "seed"})
+def shared_part(config: Closed) -> dict[str, Any]:
+    """What the cells of a sweep's file have in common, as plain data: all but the grid and what it varies."""
+    return config.model_dump(mode="json", exclude={*UNHASHED, SECTION, "model", "engine", "seed"})
+
+
+def refuse_doubles(axis: str, labels: Sequence[object]) -> None:
+    """Refuse an axis with two equal labels; case does not make a difference, since folders may not tell it.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    lower = [str(label).lower() for label in labels]
+    twice = sorted(str(label) for label in labels if lower.count(str(label).lower()) > 1)
+    if twice:
+        way_out = "remove one" if axis == "seed" else "give each its own 'label'"
+        raise ValueError(f"{axis} {twice[0]!r} is listed twice in 'sweep'; {way_out}")
+
+
+def refuse_same(cells: Sequence[Cell], document: Document) -> None:
+    """Refuse two cells with the same configuration.
+
+    Raises:
+        ConfigError: with the line of the grid.
+    """
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        same = seen.setdefault(config_hash(cell.config), cell)
+        if same is not cell:
+            where = document.place((SECTION,))
+            raise ConfigError(f"{where}: {same.key} and {cell.key} are the same configuration; remove one of them")
 
 
 def load_sweep(document: Document) -> Sweep:
@@ -195,19 +220,21 @@ def load_sweep(document: Document) -> Sweep:
             for k, probe in enumerate((entry.probes or ()) if axis == "models" else ()):
                 check_name(PROBES, probe.name, (SECTION, axis, i, "probes", k, "name"), document)
     cells = tuple(_cells(config, document))
-    seen: dict[str, Cell] = {}
-    for cell in cells:
-        same = seen.setdefault(config_hash(cell.config), cell)
-        if same is not cell:
-            where = document.place((SECTION,))
-            raise ConfigError(f"{where}: {same.key} and {cell.key} are the same configuration; remove one of them")
-    return Sweep(config, cells)
+    refuse_same(cells, document)
+    return Sweep(config.name, config.description, shared_part(config), cells)
 
 
 def _names_as_mappings(document: Document) -> Document:
-    """``models: [smollm2]`` as ``models: [{name: smollm2}]``."""
+    """``models: [smollm2]`` as ``models: [{name: smollm2}]``.
+
+    Raises:
+        ConfigError: the grid is one of engines.
+    """
     data: dict[str, Any] = json.loads(json.dumps(document.data))
     grid = data.get(SECTION)
+    if isinstance(grid, dict) and "engines" in grid:
+        where = document.place((SECTION, "engines"))
+        raise ConfigError(f"{where}: 'sweep' lists engines to be timed; run this file with notelens serve-bench")
     models = cast(dict[str, Any], grid).get("models") if isinstance(grid, dict) else None
     if isinstance(models, list):
         entries = cast(list[Any], models)
@@ -236,7 +263,8 @@ def _cells(config: SweepConfig, document: Document) -> Iterator[Cell]:
                 key = f"{label_of(model)}-{label}-seed-{seed}"
                 data = _data(config, model, task, probes, seed, f"{config.name}-{key}"[:100])
                 cell_document = Document(document.source, data, _places(document, where))
-                yield Cell(label_of(model), label, seed, validate(cell_document), cell_document)
+                n_gpus = 1 if model.device.startswith("cuda") else 0
+                yield Cell(label_of(model), label, seed, validate(cell_document), cell_document, n_gpus)
 
 
 def _data(

@@ -16,12 +16,12 @@ from notelens.runs.files import LOCK, make_folder, reason, write_atomic
 from notelens.runs.manifest import FILE as RUN_MANIFEST
 from notelens.runs.manifest import check_same_config, check_same_software, read_manifest
 from notelens.runs.records import read_records
-from notelens.runs.sweep_config import Cell, Sweep, shared_part
+from notelens.runs.sweep_config import Cell, Sweep, SweepKind
 
 FILE, MARKS, CELLS = "sweep.json", "marks.json", "cells"
 SWEEP_VERSION = 1
 
-Kind = Literal["gate", "package", "model", "incompetent", "worker", "failed"]
+Kind = Literal["gate", "package", "model", "incompetent", "worker", "failed", "engine", "partial"]
 State = Literal["finished", "unfinished", "absent"]
 
 
@@ -51,7 +51,7 @@ class Mark:
 
     Attributes:
         kind: ``gate``, ``package``, ``model`` (not there, or not understood), ``incompetent``, ``worker`` (it died) or
-            ``failed``.
+            ``failed``; of a serving benchmark also ``engine`` (it does not start, or cannot be measured) and ``partial``.
         reason: one sentence.
         attempts: how often the cell was tried.
     """
@@ -71,6 +71,7 @@ class SweepFolder:
         shared: what all cells have in common.
         entries: cells, in order.
         marks: by key of the cell.
+        kind: what a cell is; a run where the file does not say.
     """
 
     path: Path
@@ -79,6 +80,7 @@ class SweepFolder:
     shared: Mapping[str, Any]
     entries: tuple[Entry, ...]
     marks: Mapping[str, Mark]
+    kind: SweepKind = "run"
 
     def cell(self, key: str) -> Path:
         """Folder of a cell."""
@@ -121,7 +123,8 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
             )
         marks = {key: Mark(**mark) for key, mark in (_read(folder / MARKS) or {}).items()}
         entries = tuple(Entry(**entry) for entry in data["cells"])
-        return SweepFolder(folder, data["name"], data["description"], data["shared"], entries, marks)
+        kind: SweepKind = "serve" if data.get("kind") == "serve" else "run"
+        return SweepFolder(folder, data["name"], data["description"], data["shared"], entries, marks, kind)
     except (KeyError, TypeError, AttributeError) as e:
         raise RecordError(f"{folder / FILE}: is damaged ({e}); restore it, or start the sweep in another folder") from e
 
@@ -148,6 +151,7 @@ def write_sweep_folder(folder: SweepFolder) -> None:
     """
     data = {
         "sweep_version": SWEEP_VERSION,
+        "kind": folder.kind,
         "name": folder.name,
         "description": folder.description,
         "shared": folder.shared,
@@ -176,13 +180,12 @@ def open_sweep(sweep: Sweep, out: Path) -> SweepFolder:
         ConfigError: it was begun with another configuration, or under other library versions.
     """
     mine = tuple(entry_of(cell) for cell in sweep.cells)
-    shared = shared_part(sweep.config)
     if not is_sweep_folder(out):
         check_free(out)
-        folder = SweepFolder(out, sweep.name, sweep.config.description, shared, mine, {})
+        folder = SweepFolder(out, sweep.name, sweep.description, sweep.shared, mine, {}, sweep.kind)
     else:
         before = read_sweep_folder(out)
-        check_same_shared(out, before.shared, shared)
+        check_same_shared(out, before.shared, sweep.shared)
         for cell in sweep.cells:
             manifest = read_manifest(before.cell(cell.key))
             if manifest is not None:
@@ -191,7 +194,7 @@ def open_sweep(sweep: Sweep, out: Path) -> SweepFolder:
         others = tuple(entry for entry in before.entries if entry.key not in keys)
         order = {entry.key: i for i, entry in enumerate(before.entries)}
         entries = sorted((*mine, *others), key=lambda e: order.get(e.key, len(order)))
-        folder = replace(before, name=sweep.name, description=sweep.config.description, entries=tuple(entries))
+        folder = replace(before, name=sweep.name, description=sweep.description, entries=tuple(entries))
         check_software(folder)
     make_folder(out / CELLS)
     write_sweep_folder(folder)

@@ -1,6 +1,7 @@
 """The wide table of a sweep: one row per model, one column per headline metric, the paper's models below ours.
 
-It follows the cross-family tables of arXiv:2606.17107 (Tables 4 and 5). Imports no torch.
+It follows the cross-family tables of arXiv:2606.17107 (Tables 4 and 5). That of serving benchmarks has one row per engine.
+Imports no torch.
 """
 
 import json
@@ -10,6 +11,7 @@ from typing import Any
 
 from notelens.report.reference import reference_range, reference_rows
 from notelens.runs.records import Line
+from notelens.runs.serve_record import HEADLINE_ARM
 from notelens.runs.sweep_folder import SweepFolder
 from notelens.runs.sweep_tables import CellRows, grid_csv, header
 from notelens.runs.tables import DIRECTIONS, footnotes, latex_grid, markdown_grid, md, number, tex, value_text
@@ -26,6 +28,7 @@ class Column:
         experiment, metric: in records.
         params: what a row's parameters must hold; the first pooled row that does is the one to read.
         paper_params: conditions of the paper's rows.
+        method: of the row; any but single patch directions where it is empty.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Column:
     metric: str
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
     paper_params: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    method: str = ""
 
 
 COLUMNS = (
@@ -48,6 +52,28 @@ COLUMNS = (
     Column("follow_rate", "follow rate", "injection", "follow_rate"),
     Column("placebo", "placebo", "placebo", "recovery", {"donor": "other_filler"}),
 )
+RUN_NOTE = "Recoveries pool both patch directions."
+SERVE_NOTE = (
+    f"All columns are of the arm {HEADLINE_ARM}; ratios compare it with the baseline under the same load: the baseline's TTFT "
+    "over the arm's, the arm's throughput over the baseline's."
+)
+
+
+def columns_of(sweep: SweepFolder) -> tuple[Column, ...]:
+    """Headlines of a sweep; of serving benchmarks with a ratio of times for every rate, of throughputs for saturation."""
+    if sweep.kind == "run":
+        return COLUMNS
+    ratios: list[Column] = []
+    for load in sweep.shared["loads"]:
+        name, at_once = str(load["name"]), load["rate"] is None and load["multiple"] is None
+        metric, title = ("throughput_ratio", "throughput") if at_once else ("p90_ttft_ratio", "p90 TTFT")
+        title = f"{title} ratio, {name}"
+        ratios.append(Column(f"{metric}_{name}", title, "serve", metric, {"load": name}, method=HEADLINE_ARM))
+    return (
+        Column("hit_rate", "hit rate", "serve", "prefix_hit_rate", method=HEADLINE_ARM),
+        *ratios,
+        Column("p_correct", "P(correct)", "serve", "p_correct", method=HEADLINE_ARM),
+    )
 
 
 @dataclass(frozen=True)
@@ -72,16 +98,18 @@ class WideRow:
     marked: Mapping[str, str]
 
 
-def wide_rows(cells: Sequence[CellRows]) -> list[WideRow]:
-    """One row for every model and task, then the paper's models, then the paper's range over them."""
+def wide_rows(sweep: SweepFolder, cells: Sequence[CellRows]) -> list[WideRow]:
+    """One row for every model and task, then the paper's models, then the paper's range over them; one for every engine."""
+    columns = columns_of(sweep)
     groups: dict[tuple[str, str], list[CellRows]] = {}
     for cell in cells:
         groups.setdefault((cell.entry.model, cell.entry.task), []).append(cell)
-    return [*(_measured(model, task, group) for (model, task), group in groups.items()), *_paper()]
+    measured = [_measured(model, task, group, columns) for (model, task), group in groups.items()]
+    return [*measured, *_paper()] if sweep.kind == "run" else measured
 
 
-def _measured(model: str, task: str, group: Sequence[CellRows]) -> WideRow:
-    found = {c.name: tuple(line for cell in group if (line := _headline(cell.rows, c)) is not None) for c in COLUMNS}
+def _measured(model: str, task: str, group: Sequence[CellRows], columns: Sequence[Column]) -> WideRow:
+    found = {c.name: tuple(line for cell in group if (line := _headline(cell.rows, c)) is not None) for c in columns}
     paper = {
         name: str(lines[0]["paper_text"])
         for name, lines in found.items()
@@ -96,7 +124,8 @@ def _headline(rows: Sequence[Line], column: Column) -> Line | None:
     """The first pooled row of a metric with these parameters, which probes put first because it is the one to read."""
     for row in rows:
         named = (row["experiment"], row["metric"]) == (column.experiment, column.metric)
-        if named and row["method"] not in DIRECTIONS and column.params.items() <= row["params"].items():
+        method = row["method"] == column.method if column.method else row["method"] not in DIRECTIONS
+        if named and method and column.params.items() <= row["params"].items():
             return row
     return None
 
@@ -154,18 +183,19 @@ def _text(row: WideRow, column: Column) -> str:
 
 def render_wide(sweep: SweepFolder, cells: tuple[CellRows, ...], format: str) -> str:
     """The wide table as text; formats as :func:`~notelens.runs.sweep_tables.render_sweep`."""
-    rows = wide_rows(cells)
+    rows, columns = wide_rows(sweep, cells), columns_of(sweep)
     if format == "json":
-        return json.dumps([_data(row) for row in rows], indent=1) + "\n"
+        return json.dumps([_data(row, columns) for row in rows], indent=1) + "\n"
     if format == "csv":
-        return _csv(rows)
+        return _csv(rows, columns)
     tasks = {row.task for row in rows if row.task is not None}
-    titles = ("model", *(["task"] if len(tasks) > 1 else []), *(c.title for c in COLUMNS))
+    first = "engine" if sweep.kind == "serve" else "model"
+    titles = (first, *(["task"] if len(tasks) > 1 else []), *(c.title for c in columns))
     lines = [
         [
             f"{PAPER}: {row.model}" if row.source == PAPER else row.model,
             *([row.task or ""] if len(tasks) > 1 else []),
-            *(_text(row, c) for c in COLUMNS),
+            *(_text(row, c) for c in columns),
         ]
         for row in rows
     ]
@@ -173,8 +203,8 @@ def render_wide(sweep: SweepFolder, cells: tuple[CellRows, ...], format: str) ->
     sentences = header(sweep, cells)
     notes = [
         *footnotes(used),
-        "Recoveries pool both patch directions. Several seeds of one model are shown as their mean with the smallest and the "
-        "largest; intervals and n of every seed are in the long table.",
+        f"{SERVE_NOTE if sweep.kind == 'serve' else RUN_NOTE} Several seeds of one {first} are shown as their mean with the "
+        "smallest and the largest; intervals and n of every seed are in the long table.",
     ]
     if format == "md":
         out = [f"# {md(sweep.name)}", "", *(f"{md(line)}  " for line in sentences), "", *markdown_grid(titles, lines)]
@@ -188,7 +218,7 @@ def render_wide(sweep: SweepFolder, cells: tuple[CellRows, ...], format: str) ->
     return "\n".join(out) + "\n"
 
 
-def _data(row: WideRow) -> dict[str, Any]:
+def _data(row: WideRow, columns: Sequence[Column]) -> dict[str, Any]:
     out: dict[str, Any] = {
         "source": row.source,
         "model": row.model,
@@ -196,7 +226,7 @@ def _data(row: WideRow) -> dict[str, Any]:
         "seeds": list(row.seeds),
         "marked": dict(row.marked),
     }
-    for c in COLUMNS:
+    for c in columns:
         lines = row.found.get(c.name, ())
         if row.source == PAPER:
             out[c.name] = {"paper": row.paper[c.name]} if c.name in row.paper else None
@@ -205,14 +235,14 @@ def _data(row: WideRow) -> dict[str, Any]:
     return out
 
 
-def _csv(rows: Sequence[WideRow]) -> str:
+def _csv(rows: Sequence[WideRow], columns: Sequence[Column]) -> str:
     parts = ("value", "lo", "hi", "n", "paper")
     titles = ["source", "model", "task", "seeds", "marked"]
-    titles += [c.name if part == "value" else f"{c.name}_{part}" for c in COLUMNS for part in parts]
+    titles += [c.name if part == "value" else f"{c.name}_{part}" for c in columns for part in parts]
     table: list[list[Any]] = []
     for row in rows:
-        data = _data(row)
-        fields = [data[c.name] or {} for c in COLUMNS]
+        data = _data(row, columns)
+        fields = [data[c.name] or {} for c in columns]
         start = [row.source, row.model, row.task, " ".join(map(str, row.seeds)), "; ".join(row.marked.values())]
         table.append([*start, *(f.get(part) for f in fields for part in parts)])
     return grid_csv(tuple(titles), table)

@@ -4,6 +4,9 @@ The engine runs in a process group of its own. When it ends, or when standard in
 stopped, or died of whatever cause), everything that the engine started is ended too: first asked, then killed. On Linux this
 process also adopts what the engine leaves behind, so that not even a child in another group survives.
 
+There are two such processes: the one that was started stands in for the one that holds the engine. For a worker that a cluster
+ends may kill its own children first (Ray's does), and the one that holds the engine must live on to end it.
+
 Standard output says what happened, one JSON object a line: ``{"pid": ...}`` or ``{"error": ...}``, then ``{"code": ...}``.
 """
 
@@ -81,8 +84,28 @@ def end(engine: "subprocess.Popen[bytes]", stop_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def stand_in(keeper: int) -> int:
+    """Be there for as long as the keeper is, and end as it does; pass on what it is asked."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(keeper, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    for end in (sys.stdin.fileno(), sys.stdout.fileno()):
+        os.close(end)
+    return abs(os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1]))
+
+
 def main(arguments: list[str]) -> int:
     """Hold the engine; the exit code is 0 unless it could not be started."""
+    keeper = os.fork()
+    return stand_in(keeper) if keeper else hold(arguments)
+
+
+def hold(arguments: list[str]) -> int:
+    """Start the engine and hold it."""
     stop_s, log, *command = arguments
     asked: list[int] = []
 
