@@ -9,10 +9,11 @@ Falsifiers: smaller ratios; agreement below 0.95, or no higher than with an unre
 among mixed ones whose tokens change although they do not change without skilled requests beside them (``changed_alone``).
 
 Three stages. ``ttft``: the time of a request for one token, both arms in turns on the same prompt in one engine; ``cached``
-arms find the prefix in the cache and are compared with each other. ``decisions``: gated decisions with a long policy of
-distractors, read among the answers' first tokens. ``pollution``: exact and skilled requests over the same prompts at random,
-several at once. An exact answer is changed when its tokens are not those of a prefill under a salt of its own, made before any
-skilled request; half of the prompts are not asked exactly without a salt until skilled requests have been there.
+arms find the prefix in the cache and are compared with each other. ``pollution``: exact and skilled requests over the same
+prompts at random, several at once. An exact answer is changed when its tokens are not those of a prefill under a salt of its
+own, made before any skilled request; half of the prompts are not asked exactly without a salt until skilled requests have been
+there. ``decisions``: gated decisions with a long policy of distractors, read among the answers' first tokens; last, because
+that takes longest.
 """
 
 import argparse
@@ -63,9 +64,11 @@ class ServeSkillConfig(FidelityConfig):
         dtype: of the engine, and of the skills.
         block_size: of the engine; skills begin at its edges.
         arguments: further ones of the engine's server.
+        env: variables of its environment.
         prefix_tokens, skill_tokens, request_tokens: lengths of the timed prompt.
         rounds: how often it is timed; each with a prefix of its own.
         mixed, prompts, at_once: requests of the pollution stage, over how many prompts, and how many of them at a time.
+        mixed_skill_tokens: length of its skill.
         answer_tokens: of exact answers that are compared.
         timeout_s: of a request.
     """
@@ -78,11 +81,13 @@ class ServeSkillConfig(FidelityConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     block_size: int = Field(default=32, ge=1)
     arguments: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=lambda: {"VLLM_CPU_KVCACHE_SPACE": "4"})
     prefix_tokens: int = Field(default=200, ge=1)
     skill_tokens: int = Field(default=2000, ge=1)
     request_tokens: int = Field(default=16, ge=1)
     rounds: int = Field(default=10, ge=1)
     mixed: int = Field(default=1000, ge=1)
+    mixed_skill_tokens: int = Field(default=500, ge=1)
     prompts: int = Field(default=20, ge=2)
     at_once: int = Field(default=4, ge=1)
     answer_tokens: int = Field(default=16, ge=1)
@@ -127,13 +132,13 @@ class ServeSkill:
         self.library = library
 
     def stages(self, config: ServeSkillConfig) -> list[Stage]:
-        """Times, decisions, pollution."""
+        """Times, pollution, decisions."""
         sizes = {"prefix": config.prefix_tokens, "skill": config.skill_tokens}
         source = {"offset": config.prefix_tokens, "policy_tokens": config.skill_tokens}
         return [
             Stage("ttft", sizes, {}),
+            Stage("pollution", {"mixed": config.mixed, "skill": config.mixed_skill_tokens}, {}),
             Stage("decisions", sizes, source),
-            Stage("pollution", {"mixed": config.mixed}, {}),
         ]
 
     def measure(self, model: NoteModel, config: ServeSkillConfig, stage: Stage, case: Any) -> list[Row]:
@@ -314,7 +319,7 @@ def serve_cases(model: NoteModel, config: ServeSkillConfig, stage: Stage) -> lis
     if stage.name == "decisions":
         return list(policy_cases(model, config, stage))
     n = config.rounds if stage.name == "ttft" else config.prompts
-    body = neutral_ids(model.tokenizer, config.skill_tokens)
+    body = neutral_ids(model.tokenizer, config.skill_tokens if stage.name == "ttft" else config.mixed_skill_tokens)
     prompts: list[Timed] = []
     for i in range(n):
         prefix = neutral_ids(model.tokenizer, config.prefix_tokens)
@@ -367,7 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
     write_model(model, folder)
     with ExitStack() as stack:
         if config.url is None:
-            spec = EngineCommand(command(config, folder, library.folder), variables={"VLLM_CPU_KVCACHE_SPACE": "4"})
+            spec = EngineCommand(command(config, folder, library.folder), variables=config.env)
             engine = stack.enter_context(running(spec, out / "engine.log"))
         else:
             engine = attach(config.url)

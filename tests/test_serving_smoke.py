@@ -17,7 +17,7 @@ CONFIG = ROOT / "configs/bench/serve_smollm2.yaml"
 N = 3
 SETTINGS = (
     f"n={N}", "prompt.policy_tokens=700", "prompt.policies=1", "capacity.n=2", "arms=[in_prefix, erratum]",
-    "loads=[{name: below, multiple: 0.4}, {name: saturation}]", "figures=false",
+    "loads=[{name: below, multiple: 0.8}, {name: saturation}]", "figures=false",
 )  # fmt: skip
 needs_engine = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM's environment is not there (make serve-env)")
 
