@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import urllib.request
@@ -114,6 +115,11 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def interruptible() -> None:
+    """Run in a child before it begins: Ctrl-C reaches it also where the tests were started in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def pythonpath() -> dict[str, str]:

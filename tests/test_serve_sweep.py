@@ -288,7 +288,7 @@ class TestProcesses:
         command = [sys.executable, "-m", "notelens.runs.cli", "serve-bench", path, "--out", str(out), "--jobs", "2"]
         user = subprocess.Popen(
             command, env=cases.pythonpath(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=cases.interruptible,
         )  # fmt: skip
         assert user.stderr is not None
         began = time.monotonic()

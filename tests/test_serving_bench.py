@@ -379,8 +379,9 @@ class TestFaults:
         folder = tmp_path / "run"
         command = [sys.executable, "-m", "notelens.runs.cli", "serve-bench", str(path), "--out", str(folder)]
         user = subprocess.Popen(
-            command, env=cases.pythonpath(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+            command, env=cases.pythonpath(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            preexec_fn=cases.interruptible,
+        )  # fmt: skip
         assert user.stderr is not None
         for line in user.stderr:
             if line.startswith("capacity of the baseline"):
