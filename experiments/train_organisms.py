@@ -15,7 +15,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,7 +198,7 @@ def losses(logits: torch.Tensor, batch: Batch, n_repeats: int) -> tuple[torch.Te
 
 
 def optimisation(
-    groups: Groups, others: list[torch.Tensor], share: Callable[[], float], settled: Callable[[], float]
+    groups: Groups, others: Sequence[torch.Tensor], share: Callable[[], float], settled: Callable[[], float]
 ) -> tuple[list[Any], list[Any]]:
     """Optimisers of matrices, of everything else and of attention scores, and their schedules.
 
