@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("NOTELENS_SERVE_PYTHON", ROOT / ".venv-serve/bin/python"))
 CONFIG = ROOT / "configs/bench/serve_smollm2.yaml"
 N = 3
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SETTINGS = (
     f"n={N}", "prompt.policy_tokens=700", "prompt.policies=1", "capacity.n=2", "arms=[in_prefix, erratum]",
     "loads=[{name: below, multiple: 0.8}, {name: saturation}]", "figures=false",
@@ -30,7 +31,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> ServeResult:
     assert config.engine.command is not None
     command = [str(PYTHON), *config.engine.command[1:]]
     command = [f"--model={folder / 'model'}" if part.startswith("--model=") else part for part in command]
-    engine = config.engine.model_copy(update={"command": tuple(command)})
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    variables = {k: v for k, v in config.engine.env.items() if k != BIND}
+    if cpus and cpus == list(range(cpus[0], cpus[-1] + 1)):
+        variables[BIND] = f"{cpus[0]}-{cpus[-1]}"
+    engine = config.engine.model_copy(update={"command": tuple(command), "env": variables})
     return execute_serve(config.model_copy(update={"engine": engine}), folder / "run")
 
 
