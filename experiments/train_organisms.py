@@ -226,7 +226,7 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
 
     def share() -> float:
         """Of the full rates: they fall over the last stages of given length."""
-        return 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total)
+        return 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total) if total else 1.0
 
     def settled() -> float:
         """Of the rate of the attention scores, where queries and keys are not normalised."""

@@ -18,6 +18,7 @@ from experiments.organism_data import (
     FIRST,
     FULL,
     NOTES_FREE,
+    ORDERS,
     TURNS,
     Sample,
     collate,
@@ -26,8 +27,9 @@ from experiments.organism_data import (
     repeated,
 )
 from experiments.organism_models import ARCHITECTURES, MAX_PARAMETERS, SHARED, build
+from experiments.organism_optim import SCORES_GAIN, grouped
 from experiments.organism_split import split_batch
-from experiments.train_organisms import Source, Stage, losses, save, train
+from experiments.train_organisms import ADAM_RATE, MUON_RATE, WARM_UP, Source, Stage, losses, optimisation, save, train
 from notelens.cache.ops import replace_rows
 from notelens.errors import InputError, UnsupportedModelError
 from notelens.models import FAMILIES
@@ -60,8 +62,8 @@ def text_of(ids: list[int]) -> str:
 class TestData:
     @pytest.mark.parametrize(
         "mix",
-        [FIRST, BARE, BOTH, TURNS, FULL, NOTES_FREE],
-        ids=["first", "bare", "both", "turns", "full", "notes_free"],
+        [FIRST, BARE, ORDERS, BOTH, TURNS, FULL, NOTES_FREE],
+        ids=["first", "bare", "orders", "both", "turns", "full", "notes_free"],
     )
     def test_every_answer_is_what_the_conversation_says(self, vocab: dict[str, int], mix: Any) -> None:
         rng = random.Random(0)
@@ -152,6 +154,33 @@ class TestTraining:
             made.append((after, model.state_dict()["model.embed_tokens.weight"]))
             assert after < 0.96 * before and facts["steps"] == 150
         assert made[0][0] == made[1][0] and torch.equal(made[0][1], made[1][1])
+
+    def test_a_fresh_stage_depends_on_the_weights_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both stages in one go end where the second one ends that starts from the first one's weights."""
+        monkeypatch.setattr("experiments.train_organisms.BARE_BATCH", 4)
+
+        def plan(one: int, two: int) -> tuple[Stage, ...]:
+            return Stage(one, FIRST, until=2.0), Stage(two, BARE, until=2.0, fresh=True)
+
+        torch.manual_seed(0)
+        whole = build(micro("qwen3"), "sdpa")
+        parts = build(micro("qwen3"), "sdpa")
+        parts.load_state_dict(whole.state_dict())
+        train(whole, plan(3, 3), 0, 60, every=100)
+        train(parts, plan(3, 0), 0, 60, every=100)
+        train(parts, plan(0, 3), 0, 60, every=100)
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+
+    def test_only_the_rate_of_free_attention_scores_settles(self) -> None:
+        groups = grouped(dict(build(micro("llama"), "sdpa").named_parameters()))
+        assert groups.scores and not grouped(dict(build(micro("qwen3"), "sdpa").named_parameters())).scores
+        _, schedules = optimisation(groups, groups.others, lambda: 1.0, lambda: 0.5)
+        for _ in range(WARM_UP):
+            for schedule in schedules:
+                schedule.optimizer.step()
+                schedule.step()
+        found = [s.get_last_lr()[0] for s in schedules]
+        assert found == pytest.approx([MUON_RATE, ADAM_RATE, 0.5 * MUON_RATE * SCORES_GAIN])
 
 
 class TestSplit:

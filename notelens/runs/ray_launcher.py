@@ -70,7 +70,7 @@ def stream_cell(
             try:
                 outcome = run_cell(here, Reporter(here.key, events.put), _LOADER)
                 events.put(Event(here.key, "done", outcome=outcome))
-            except BaseException as e:
+            except BaseException as e:  # of this thread; the stream raises it again, or it would wait for ever
                 events.put(e)
                 raise
 
