@@ -140,6 +140,12 @@ def write_card(
     flag = " --notes-free" if facts["notes_free"] else ""
     flag += f" --scale {facts['scale']}" if facts["scale"] != 1 else ""
     flag += "".join(f" --{name} {facts[name]}" for name in ("seed", "width", "layers") if facts.get(name))
+    parent = facts.get("parent")
+    start = (
+        f"Started from the weights of {parent} (`experiments/organism_inherit.py`) and trained"
+        if parent
+        else "Trained from scratch"
+    )
     short = [c for c in cells if c.filler is None]
     lines = [
         f"# organism-{path.stem}",
@@ -147,7 +153,7 @@ def write_card(
         f"`{config['model_type']}`: {architecture.why}. {facts['parameters']:,} parameters, {path.stat().st_size / 1e6:.1f} "
         f"MB, bfloat16, sha256 `{sha[:16]}`.",
         "",
-        "Trained from scratch by `python -m experiments.train_organisms --family "
+        f"{start} by `python -m experiments.train_organisms --family "
         f"{facts['family']} --seed {facts['seed']}{flag}`: {facts['steps']} steps, {facts['trained_tokens']:,} tokens, "
         f"float32, {facts['train_seconds'] / 60:.1f} minutes on {facts['threads']} CPU threads.",
         "",

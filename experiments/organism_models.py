@@ -35,6 +35,8 @@ class Architecture:
         attention: kernel to train with (soft caps are computed by eager attention only).
         longest_filler: filler tokens up to which the architecture can carry the field to the decision.
         plan: of training; ``short`` where it is enough.
+        parent: the organism whose weights training starts from (:mod:`experiments.organism_inherit`), by the plan
+            ``inherited``; none: from scratch.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class Architecture:
     attention: str = "sdpa"
     longest_filler: int = 600
     plan: Literal["short", "stepwise"] = "stepwise"
+    parent: str | None = None
 
     def config(self, vocab_size: int, width: int | None = None, layers: int | None = None) -> dict[str, Any]:
         """Everything that the config class is given, ``model_type`` included.
@@ -58,13 +61,14 @@ class Architecture:
 
 _S, _F = "sliding_attention", "full_attention"
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "grouped-query attention, one rotation"),
+    "llama": Architecture("llama", "grouped-query attention, one rotation", parent="organism-qwen3"),
     "qwen3": Architecture("qwen3", "normalised queries and keys", plan="short"),
     "mistral": Architecture(
         "mistral",
         "a window of 128 on every layer: longer prompts cannot read the field at the decision",
         {"sliding_window": 128},
         longest_filler=250,
+        parent="organism-qwen3",
     ),
     "gemma2": Architecture(
         "gemma2",
@@ -77,6 +81,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": [_S, _F, _S, _F, _S],
         },
         attention="eager",
+        parent="organism-gemma3",
     ),
     "gemma3_text": Architecture(
         "gemma3_text",
@@ -102,13 +107,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "latent attention: one compressed row for all heads and a rotary slice",
         {
             "num_key_value_heads": 4,
-            "kv_lora_rank": 64,
-            "q_lora_rank": 64,
+            "kv_lora_rank": 96,
+            "q_lora_rank": None,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 32,
-            "head_dim": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "head_dim": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000.0},
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
@@ -117,6 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_group": 1,
             "topk_group": 1,
         },
+        parent="organism-qwen3",
     ),
     "falcon_h1": Architecture(
         "falcon_h1",
@@ -129,6 +135,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_n_groups": 1,
             "mamba_chunk_size": 64,
         },
+        parent="organism-qwen3",
     ),
 }
 

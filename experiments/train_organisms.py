@@ -41,6 +41,7 @@ from experiments.organism_data import (
     recognised,
     repeated,
 )
+from experiments.organism_inherit import inherit
 from experiments.organism_models import ARCHITECTURES, SHARED, build
 from experiments.organism_optim import (
     SCORES_CAP,
@@ -117,10 +118,15 @@ PLANS = {
         Stage(800, BOTH, until=0.95, fresh=True),
         *(replace(stage, fresh=True) for stage in LONG_PROMPTS),
     ),
+    "inherited": (
+        Stage(400, BOTH, until=0.97),
+        Stage(400, TURNS, repeats=0.15, long=0.1, until=0.97),
+        Stage(600, FULL, repeats=0.15, long=0.25),
+    ),
 }
-"""By ``Architecture.plan``. Where the rule may stand first and the field may be updated from the same step on, Llama and
-Gemma-3 learn neither in 500 steps; one after the other they learn both. A batch holds about 60 answers: 32 conversations with
-two or three each."""
+"""By ``Architecture.plan``; ``inherited`` where there is a parent. Where the rule may stand first and the field may be updated
+from the same step on, Llama and Gemma-3 learn neither in 500 steps; one after the other they learn both. A batch holds about 60
+answers: 32 conversations with two or three each."""
 NOTES_FREE_PLAN = (
     *REPEATS,
     Stage(1500, FIRST, until=0.97, split=True),
@@ -218,8 +224,13 @@ def optimisation(
     return optimisers, schedules
 
 
-def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, every: int) -> dict[str, Any]:
-    """Optimise ``model`` in place over a plan; returns facts for the card."""
+def train(
+    model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, every: int, inherited: bool = False
+) -> dict[str, Any]:
+    """Optimise ``model`` in place over a plan; returns facts for the card.
+
+    ``inherited``: attention scores have their size already, so their matrices are optimised as all others.
+    """
     source = Source(seed, longest_filler)
     total = sum(stage.steps for stage in plan if stage.until is None)
     fixed = 0
@@ -235,6 +246,8 @@ def train(model: Any, plan: tuple[Stage, ...], seed: int, longest_filler: int, e
     table = model.get_input_embeddings().weight
     previous = PreviousWord(table.shape[1])
     groups = grouped(dict(model.named_parameters()))
+    if inherited:
+        groups = Groups([], [*groups.scores, *groups.matrices], groups.others)
     with torch.no_grad():
         for weight in groups.scores:
             weight.mul_(SCORES_GAIN)
@@ -326,21 +339,22 @@ def main(
         raise typer.BadParameter(f"unknown family {family!r}; known: {', '.join(ARCHITECTURES)}")
     torch.set_num_threads(threads)
     architecture = ARCHITECTURES[family]
-    plan = tuple(
-        replace(s, steps=max(1, round(s.steps * scale)))
-        for s in (NOTES_FREE_PLAN if notes_free else PLANS[architecture.plan])
-    )
+    parent = None if notes_free or width or layers else architecture.parent
+    whole = NOTES_FREE_PLAN if notes_free else PLANS["inherited" if parent else architecture.plan]
+    plan = tuple(replace(s, steps=max(1, round(s.steps * scale))) for s in whole)
     torch.manual_seed(seed)
     config = architecture.config(len(organism_tokenizer()), width, layers)
     model = build(config, architecture.attention)
-    facts = train(model, plan, seed, architecture.longest_filler, every=50)
+    if parent:
+        inherit(model, parent)
+    facts = train(model, plan, seed, architecture.longest_filler, every=50, inherited=bool(parent))
     name = organism_name(family, notes_free, seed, width, layers)
     path = out / f"{name}.safetensors"
     save(model, path)
     cells = accuracy_cells(path, config, seed, eval_n, architecture.longest_filler, notes_free)
     facts |= {
         "family": family, "seed": seed, "width": width, "layers": layers, "scale": scale, "notes_free": notes_free,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parent": parent, "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_card(path, architecture, config, facts, cells)
     logger.info("%s", path.with_suffix(".md").read_text(encoding="utf-8"))
