@@ -172,6 +172,17 @@ class Pool:
             raise TaskError("distractors need at least two families; name more in the task")
         return shuffled(found, key)
 
+    def lines(self, instance: Instance, key: str) -> list[tuple[int, ...]]:
+        """Filler of single prompts of other families, in an order that ``key`` decides.
+
+        Raises:
+            TaskError: there is none.
+        """
+        found = [ids for family, ids in self._filler if family != instance.family and ids]
+        if not found:
+            raise TaskError("no prompt of another family has filler; ask the task for some")
+        return shuffled(found, f"{key}/lines")
+
     def filler(self, instance: Instance | None, n: int, key: str) -> list[int]:
         """Exactly ``n`` tokens of filler of families other than the instance's."""
         found: list[int] = []

@@ -8,12 +8,13 @@ the policy of another instance of the same family is spliced in its place; its d
 
 Prompts are decisions with the policy before the field, cut by token: what stands in front, then the policy with what stands
 between it and the record (spliced), then record and request (run). ``policy_tokens`` puts the policies of other families around
-the one that decides, as distractors, in one skill. ``offsets`` puts that many tokens of neutral text in front of the policy:
+the one that decides, as distractors, in one skill; with ``padding: filler`` it is text without any rule instead, because a
+model that is at chance among other rules says nothing about skills. ``offsets`` puts that many tokens of neutral text in front of the policy:
 ``no_shift`` against ``shift`` there says where re-rotation matters. Nothing is trained here; families and words are those held
 out from training.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from experiments.compose_cases import Chunk, Pool, SkillCase, chosen_cell, filled, neutral_ids, sections, task_of
 from experiments.compose_harness import METRICS, ComposeConfig, Decisions
@@ -29,11 +30,13 @@ class FidelityConfig(ComposeConfig):
 
     Attributes:
         offsets: tokens of neutral text in front of the policy.
-        policy_tokens: tokens of the skill, reached with other families' policies; ``null`` is the policy alone.
+        policy_tokens: tokens of the skill, reached with ``padding``; ``null`` is the policy alone.
+        padding: other families' policies, or the filler of other families' prompts.
     """
 
     offsets: tuple[int, ...] = (0,)
     policy_tokens: tuple[int | None, ...] = (None,)
+    padding: Literal["policies", "filler"] = "policies"
 
 
 class Fidelity(Decisions):
@@ -64,7 +67,8 @@ def policy_cases(model: NoteModel, config: FidelityConfig, stage: Stage) -> list
         cell = chosen_cell(instance, config.seed)
         s = sections(instance.cells[cell], "rule_first")
         key = f"{config.seed}/{instance.id}"
-        others = [o.first for o in pool.others(instance, key)]
+        filler = config.padding == "filler"
+        others = pool.lines(instance, key) if filler else [o.first for o in pool.others(instance, key)]
         policy, control = (
             filled(own, others, stage.source["policy_tokens"], key)
             for own in (s.first, pool.like(instance, s, key).first)

@@ -221,6 +221,20 @@ def speaker() -> Any:
 ORGANISM: dict[str, Any] = {"name": "t", "model": "speaker", "task": "organism", "n": 10, "margin": 0.05}
 
 
+def test_a_skill_can_be_filled_with_text_that_holds_no_rule(speaker: Any) -> None:
+    config = FidelityConfig(**ORGANISM, methods=("shift",), policy_tokens=(200,))
+    filled = config.model_copy(update={"padding": "filler"})
+    (stage,) = Fidelity().stages(config)
+
+    def rules(config: FidelityConfig) -> list[int]:
+        return [speaker.tokenizer.decode(c.chunks[1].ids).count("rule") for c in policy_cases(speaker, config, stage)]
+
+    cases = policy_cases(speaker, filled, stage)
+    assert all(150 < case.n_skill <= 200 for case in cases)
+    assert set(rules(filled)) == {1} and min(rules(config)) > 2
+    assert all(case.control["policy"] != case.chunks[1].ids for case in cases)
+
+
 def test_calls_are_written_behind_specifications(speaker: Any, tmp_path: Path) -> None:
     config = ToolConfig(**{**ORGANISM, "n": 3}, methods=("shift", "cacheblend@1"), toolsets=(2,))
     lines = run(ToolCalls(), config, tmp_path, speaker, source=tool_cases)
