@@ -20,10 +20,10 @@ from notelens.runs.cli import main
 from notelens.runs.config import read_config
 from notelens.runs.files import held
 from notelens.runs.manifest import read_manifest
-from notelens.runs.records import read_records
+from notelens.runs.records import Records, read_records
 from notelens.runs.serve import ServeResult, execute_serve
 from notelens.runs.serve_config import load_serve_config
-from notelens.runs.serve_tables import benchmark_rows, merge_results, serve_table
+from notelens.runs.serve_tables import aggregates, benchmark_rows, merge_results, serve_table
 from notelens.runs.sweep_config import is_sweep
 from notelens.serving.client import Reply
 from notelens.serving.load import GONE, Timed, closed_loop, open_loop, poisson_arrivals
@@ -196,6 +196,26 @@ class TestBenchmark:
         assert saturated > cold["value"], "waiting in the queue is part of the time to the first token"
         assert only(rows, "within_objective", "in_prefix", load="below")["value"] == 0.0
         assert only(rows, "goodput_rps", "in_prefix", load="below")["value"] == 0.0
+
+    @pytest.mark.parametrize(
+        ("batches", "each", "interval"), [(1, 8, False), (4, 3, False), (5, 3, True), (12, 1, True)]
+    )
+    def test_a_throughput_of_few_batches_has_no_interval(self, batches: int, each: int, interval: bool) -> None:
+        """Eight answers that end within a millisecond of each other are one fact about an engine, not eight."""
+        done = [10.0 * (i // each + 1) + 1e-4 * i for i in range(batches * each)]
+        facts = dict.fromkeys(("offered_rate", "hit_rate", "queue_ms")) | {"elapsed_s": done[-1], "hit_reason": "none"}
+        cell = [{"load": "saturation", "arm": "erratum", **facts}]
+        cell += [{"excluded": None, "ttft_ms": 1.0, "itl_ms": 1.0, "done_s": s, "family": "a", "right": True, "changed": True,
+                  "stale_answer": False} for s in done]  # fmt: skip
+        manifest = {
+            "seed": 0, "engine": {"model": "m", "version": "1"}, "config_hash": "x",
+            "config": {"arms": ["erratum"], "ttft_objective_ms": 100.0},
+        }  # fmt: skip
+        rows = aggregates(Records(items={("serve", "cell", "erratum"): cell}), manifest)
+        row = only(rows, "throughput_rps", "erratum", load="saturation")
+        assert row["value"] == pytest.approx(len(done) / done[-1]) and row["n"] == len(done)
+        assert (row["lo"] is not None) is interval
+        assert ("few_batches" in row["flags"]) is not interval
 
     def test_timed_requests(self, small: tuple[ServeResult, Any, Path]) -> None:
         asked = small[1]

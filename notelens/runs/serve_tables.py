@@ -27,6 +27,12 @@ QUANTILES = (0.5, 0.9, 0.99)
 FEW_TAIL = "few_tail"
 MIN_TAIL = 5
 """Requests beyond a percentile below which it is flagged: its interval then ends at the slowest request."""
+FEW_BATCHES = "few_batches"
+MIN_BATCHES = 5
+"""Groups of answers that ended together below which a throughput has no interval: resampled gaps within a group are near zero,
+and a draw without the long ones says that the engine is as fast as one likes."""
+TOGETHER = 0.1
+"""Share of the mean gap between answers up to which two of them ended together."""
 BENCHMARK = "serve"
 READING = (
     "TTFT counts from the moment a request was due, so waiting in a queue is part of it; offered_rps null: all at once. "
@@ -68,6 +74,19 @@ class _Lines:
         e = block_statistic(samples, statistic, paired=paired, seed=self.seed, level=self.level)
         self.add(metric, arm, e, unit, **more)
 
+    def throughput(
+        self, metric: str, arm: str, gaps: Sequence[Sequence[float]], statistic: Callable[..., Floats], unit: str,
+        *, reasons: Mapping[str, int], paired: bool = False, **params: Any,
+    ) -> None:  # fmt: skip
+        """One line from gaps between completions; without an interval where most answers ended together."""
+        batches = min(map(_batches, gaps))
+        if batches >= MIN_BATCHES or not all(gaps):
+            self.series(metric, arm, gaps, statistic, unit, paired=paired, reasons=reasons, **params)
+            return
+        value = float(statistic(*(np.asarray([g], dtype=np.float64) for g in gaps))[0])
+        e = Estimate(value if np.isfinite(value) else None, None, None, len(gaps[0]), batches, "none", self.level)
+        self.add(metric, arm, e, unit, flags=[FEW_BATCHES], reasons=reasons, **params)
+
     def share(self, metric: str, arm: str, rows: Sequence[Line], key: str = "right", **more: Any) -> None:
         """One line from truth values by scenario family."""
         e = cluster_rate([bool(r[key]) for r in rows], [str(r["family"]) for r in rows], self.level)
@@ -84,7 +103,7 @@ def aggregates(records: Records, manifest: Mapping[str, Any], level: float = 0.9
     for key, lines in records.items.items():
         if key[1] == CAPACITY:
             answered = _answered(lines)
-            out.series("capacity_rps", BASELINE, [_gaps(answered)], _rate, "requests/s", reasons=_lost(lines))
+            out.throughput("capacity_rps", BASELINE, [_gaps(answered)], _rate, "requests/s", reasons=_lost(lines))
             out.series("closed_loop_ttft_ms", BASELINE, [[r["ttft_ms"] for r in answered]], _quantile(0.5), "ms", q=0.5)
     for (load, arm), lines in cells.items():
         _cell(out, load, arm, lines, objective)
@@ -123,7 +142,7 @@ def _cell(out: _Lines, load: str, arm: str, lines: Sequence[Line], objective: fl
     gaps = [float(r["itl_ms"]) for r in answered if r["itl_ms"] is not None]
     short = {"answer of one token or chunk": n - len(gaps)} if len(gaps) < n else {}
     out.series("itl_ms", arm, [gaps], _mean, "ms", reasons={**lost, **short}, **params)
-    out.series("throughput_rps", arm, [_gaps(answered)], _rate, "requests/s", reasons=lost, **params)
+    out.throughput("throughput_rps", arm, [_gaps(answered)], _rate, "requests/s", reasons=lost, **params)
     within = [r for r in answered if r["ttft_ms"] <= objective]
     share = wilson(len(within), len(lines) - 1, out.level)
     out.add("within_objective", arm, share, "share of requests", **params, objective_ms=objective)
@@ -150,7 +169,7 @@ def _ratios(out: _Lines, load: str, arm: str, lines: Sequence[Line], baseline: S
     for q in QUANTILES:
         ttft = [[float(r["ttft_ms"]) for r in rows] for rows in (base, own)]
         out.series(f"p{100 * q:.0f}_ttft_ratio", arm, ttft, _quantile_ratio(q), "ratio", **more)
-    out.series("throughput_ratio", arm, [_gaps(base), _gaps(own)], _mean_ratio, "ratio", **more)
+    out.throughput("throughput_ratio", arm, [_gaps(base), _gaps(own)], _mean_ratio, "ratio", **more)
 
 
 def _answered(lines: Sequence[Line]) -> list[Line]:
@@ -174,6 +193,11 @@ def _gaps(answered: Sequence[Line]) -> list[float]:
     """Seconds between completions, the first from the start of the load; their mean is one over the throughput."""
     done = sorted(float(r["done_s"]) for r in answered)
     return [b - a for a, b in zip([0.0, *done], done, strict=False)]
+
+
+def _batches(gaps: Sequence[float]) -> int:
+    """Groups of answers that ended together."""
+    return sum(gap > TOGETHER * sum(gaps) / len(gaps) for gap in gaps)
 
 
 def _quantile(q: float) -> Callable[[Floats], Floats]:
@@ -345,7 +369,9 @@ def merge_results(path: Path, rows: Sequence[Line]) -> None:
 
 
 __all__ = [
+    "FEW_BATCHES",
     "FEW_TAIL",
+    "MIN_BATCHES",
     "MIN_TAIL",
     "READING",
     "aggregates",

@@ -34,6 +34,7 @@ MARKS = {
     "one_cluster": ("‡", "fewer than 5 scenario families, so the interval is too short"),
     "single_instance": ("§", "one row, so there is no interval"),
     "few_tail": ("¶", "fewer than 5 requests lie beyond this percentile, so its interval ends at the slowest of them"),
+    "few_batches": ("‖", "answers ended in fewer than 5 groups, so there is no interval"),
 }
 DIRECTIONS = ("denoising", "noising")
 
