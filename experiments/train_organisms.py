@@ -81,6 +81,7 @@ class Stage:
         long: share of batches of few prompts with up to the longest filler of the architecture.
         until: the stage ends when this share of words (of answers where there are any) was right in the last 20 steps.
         split: train with the field split in two (the notes-free control).
+        rate: share of the full rates; weights that can do most of a stage already lose it at full ones.
         fresh: optimisers and data begin anew, so that the stage depends on the weights alone that it starts from.
     """
 
@@ -92,6 +93,7 @@ class Stage:
     long: float = 0.0
     until: float | None = None
     split: bool = False
+    rate: float = 1.0
     fresh: bool = False
 
 
@@ -119,9 +121,9 @@ PLANS = {
         *(replace(stage, fresh=True) for stage in LONG_PROMPTS),
     ),
     "inherited": (
-        Stage(400, BOTH, until=0.97),
-        Stage(400, TURNS, repeats=0.15, long=0.1, until=0.97),
-        Stage(600, FULL, repeats=0.15, long=0.25),
+        Stage(400, BOTH, until=0.97, rate=0.3),
+        Stage(400, TURNS, repeats=0.15, long=0.1, until=0.97, rate=0.3),
+        Stage(600, FULL, repeats=0.15, long=0.25, rate=0.3),
     ),
 }
 """By ``Architecture.plan``; ``inherited`` where there is a parent. Where the rule may stand first and the field may be updated
@@ -131,7 +133,8 @@ NOTES_FREE_PLAN = (
     *REPEATS,
     Stage(1500, FIRST, until=0.97, split=True),
     Stage(800, BARE, until=0.97, split=True),
-    Stage(600, NOTES_FREE, repeats=0.15, split=True),
+    Stage(400, replace(BARE, lines=3), until=0.97, split=True, rate=0.5, fresh=True),
+    Stage(800, NOTES_FREE, split=True, rate=0.5, fresh=True),
 )
 """Split from the first decision on: a model that takes notes already does not unlearn it in hundreds of steps."""
 
@@ -217,10 +220,10 @@ def optimisation(
     adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
     optimisers: list[Any] = [BatchedMuon(groups.matrices, MUON_RATE), adam]
     rate = torch.optim.lr_scheduler.LambdaLR
-    schedules: list[Any] = [rate(o, lambda s: min(1.0, (s + 1) / WARM_UP, share())) for o in optimisers]
+    schedules: list[Any] = [rate(o, lambda s: min(1.0, (s + 1) / WARM_UP) * share()) for o in optimisers]
     if groups.scores:
         optimisers.append(BatchedMuon(groups.scores, MUON_RATE * SCORES_GAIN, cap=SCORES_CAP))
-        schedules.append(rate(optimisers[-1], lambda s: min(1.0, (s + 1) / WARM_UP, share()) * settled()))
+        schedules.append(rate(optimisers[-1], lambda s: min(1.0, (s + 1) / WARM_UP) * share() * settled()))
     return optimisers, schedules
 
 
@@ -233,11 +236,12 @@ def train(
     """
     source = Source(seed, longest_filler)
     total = sum(stage.steps for stage in plan if stage.until is None)
-    fixed = 0
+    fixed, rate = 0, 1.0
 
     def share() -> float:
-        """Of the full rates: they fall over the last stages of given length."""
-        return 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total) if total else 1.0
+        """Of the full rates: those of the stage; they fall over the last stages of given length."""
+        fallen = 0.01 + 0.99 * max(0, total - fixed) / (DECAY * total) if total else 1.0
+        return rate * min(1.0, fallen)
 
     def settled() -> float:
         """Of the rate of the attention scores, where queries and keys are not normalised."""
@@ -258,6 +262,7 @@ def train(
     agains: list[float] = []
     model.train()
     for number, stage in enumerate(plan):
+        rate = stage.rate
         if stage.fresh:
             source = Source(f"{seed}/{number}", longest_filler)
             optimisers, schedules = optimisation(groups, others, share, settled)

@@ -85,8 +85,10 @@ def down_proj(model: NoteModel, layer: int) -> torch.nn.Linear:
     layers = model.family.layers(model.hf)
     if not 0 <= layer < len(layers):
         raise UnsupportedModelError(f"{model.name} has layers 0..{len(layers) - 1}, not {layer}")
-    found = getattr(model.family.writers(layers[layer])[1], "down_proj", None)
-    if not isinstance(found, torch.nn.Linear):
+    named = layers[layer].named_modules()
+    linear = [m for name, m in named if name.split(".")[-1] == "down_proj" and isinstance(m, torch.nn.Linear)]
+    found = linear[0] if len(linear) == 1 else None
+    if found is None:
         raise UnsupportedModelError(f"{model.name}: layer {layer} has no single down_proj; rank-one edits need one")
     return found
 

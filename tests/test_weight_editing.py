@@ -139,6 +139,11 @@ def test_what_cannot_be_edited_is_refused(model: Any) -> None:
         covariance(experts, 1, TEXTS)
 
 
+def test_a_norm_behind_the_projection_does_not_hide_it() -> None:
+    model = wrapped(copy.deepcopy(random_hf("gemma3_text")), "gemma3_text", gate=False)
+    assert down_proj(model, 1) is model.hf.model.layers[1].mlp.down_proj
+
+
 # --- the experiment on the hand-set decoder -----------------------------------------------------------------------------
 
 
