@@ -171,6 +171,19 @@ class TestTraining:
         train(parts, plan(0, 3), 0, 60, every=100)
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
+    def test_a_stage_goes_at_its_share_of_the_rates(self) -> None:
+        torch.manual_seed(0)
+        models = [build(micro("qwen3"), "sdpa") for _ in range(3)]
+        start = {n: p.detach().clone() for n, p in models[0].named_parameters()}
+
+        def moved(model: Any, rate: float) -> float:
+            model.load_state_dict(start, strict=False)
+            train(model, (Stage(1, FIRST, until=2.0, rate=rate),), 0, 60, every=100)
+            return max((p - start[n]).abs().max().item() for n, p in model.named_parameters())
+
+        none, some, full = (moved(m, r) for m, r in zip(models, (0.0, 0.3, 1.0), strict=True))
+        assert none == 0.0 and some == pytest.approx(0.3 * full, rel=0.01)
+
     def test_only_the_rate_of_free_attention_scores_settles(self) -> None:
         groups = grouped(dict(build(micro("llama"), "sdpa").named_parameters()))
         assert groups.scores and not grouped(dict(build(micro("qwen3"), "sdpa").named_parameters())).scores
