@@ -9,9 +9,9 @@ the policy of another instance of the same family is spliced in its place; its d
 Prompts are decisions with the policy before the field, cut by token: what stands in front, then the policy with what stands
 between it and the record (spliced), then record and request (run). ``policy_tokens`` puts the policies of other families around
 the one that decides, as distractors, in one skill; with ``padding: filler`` it is text without any rule instead, because a
-model that is at chance among other rules says nothing about skills. ``offsets`` puts that many tokens of neutral text in front of the policy:
-``no_shift`` against ``shift`` there says where re-rotation matters. Nothing is trained here; families and words are those held
-out from training.
+model that is at chance among other rules says nothing about skills. ``offsets`` puts that many tokens of neutral text in front
+of the policy: ``no_shift`` against ``shift`` there says where re-rotation matters. Nothing is trained here; families and words
+are those held out from training.
 """
 
 from typing import Any, Literal
