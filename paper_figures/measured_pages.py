@@ -21,6 +21,7 @@ from notelens.report.pages import page_command
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = Path(__file__).with_name("records")
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results.json"
 ASKED = Path(__file__).with_name("measured.yaml")
 Row = Mapping[str, Any]
 
@@ -88,7 +89,7 @@ records.
 def topics(path: Path = ASKED) -> dict[str, tuple[str, list[Topic]]]:
     """Title and topics of every page, by file name."""
     found: dict[str, tuple[str, list[Topic]]] = {}
-    for name, given in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+    for name, given in yaml.safe_load(path.read_text(encoding="utf-8"))["pages"].items():
         made = [Topic(**{**t, "claims": tuple(Claim(**c) for c in t.get("claims", ()))}) for t in given["topics"]]
         found[name] = str(given["title"]), made
     return found
@@ -97,6 +98,25 @@ def topics(path: Path = ASKED) -> dict[str, tuple[str, list[Topic]]]:
 def tables(folder: Path = RECORDS) -> dict[str, list[Row]]:
     """Committed tables by file name."""
     return {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))}
+
+
+def cost_table(names: Sequence[str], results: Sequence[Row]) -> list[str]:
+    """Lines on benchmarks; empty where none of them is on record."""
+    own = [r for r in results if r["benchmark"] in names]
+    if not own:
+        return []
+    lines = [
+        "## What it costs",
+        "",
+        "Medians over rounds with their quartiles, ratios round by round (`benchmarks/results.json`).",
+        "",
+    ]
+    lines += ["| benchmark | case | metric | median | n | on |", "| --- " * 6 + "|"]
+    for r in own:
+        case = ", ".join(f"{k} {v}" for k, v in r["case"].items())
+        values = f"{r['value']:.4g} [{r['q1']:.4g}, {r['q3']:.4g}]"
+        lines.append(f"| {r['benchmark']} | {case} | `{r['metric']}` | {values} | {r['n']} | {r['device']} |")
+    return [*lines, ""]
 
 
 def number(row: Row | None) -> str:
@@ -136,7 +156,7 @@ def verdicts(topic: Topic, found: Mapping[str, Sequence[Row]]) -> list[str]:
     return [*head, *lines, ""] if lines else []
 
 
-def page(title: str, asked: Sequence[Topic], found: Mapping[str, Sequence[Row]]) -> str:
+def page(title: str, asked: Sequence[Topic], found: Mapping[str, Sequence[Row]], costs: Sequence[str] = ()) -> str:
     """A whole page; experiments without a record are named at its end."""
     parts, missing = [HEAD.format(title=title)], list[str]()
     for topic in asked:
@@ -150,6 +170,8 @@ def page(title: str, asked: Sequence[Topic], found: Mapping[str, Sequence[Row]])
             models = ", ".join(dict.fromkeys(str(r["model"]) for r in rows))
             lines = [f"### {models}", "", *cells(rows, topic.metrics), "", f"Records: `{name}.json`.", ""]
             parts.append("\n".join(lines))
+    if costs:
+        parts.append("\n".join(costs))
     if missing:
         parts.append(f"Not on record: {', '.join(missing)}.\n")
     return "\n".join(parts)
@@ -158,10 +180,13 @@ def page(title: str, asked: Sequence[Topic], found: Mapping[str, Sequence[Row]])
 def main(arguments: list[str] | None = None) -> int:
     """Write the pages, or say whether they are up to date."""
     found, worst = tables(), 0
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    timed: Mapping[str, Sequence[str]] = yaml.safe_load(ASKED.read_text(encoding="utf-8"))["benchmarks"]
     for name, (title, own) in topics().items():
+        costs = cost_table(timed.get(name, ()), results)
         code, said = page_command(
             DOCS / name,
-            lambda t=title, x=own: page(t, x, found),
+            lambda t=title, x=own, c=costs: page(t, x, found, c),
             "paper_figures/measured_pages.py",
             __doc__,
             arguments,

@@ -65,3 +65,13 @@ def test_what_was_not_measured_is_not_shown_as_a_number() -> None:
     assert "`p_correct`" not in text and "`unknown`" not in text
     assert "Not on record: `x`." in pages.page("T", [topic()], {"r": [row("auto", 1.0, experiment="y")]})
     assert "Records: `r.json`." in text
+
+
+def test_costs_are_those_of_the_benchmarks_asked_for() -> None:
+    base = {"case": {"n": 8}, "metric": "ratio", "value": 12.34567, "q1": 11.0, "q3": 13.0, "n": 3, "device": "cpu"}
+    results = [{**base, "benchmark": "ttft"}, {**base, "benchmark": "rotation", "value": 99.0}]
+    lines = pages.cost_table(["ttft"], results)
+    assert "| ttft | n 8 | `ratio` | 12.35 [11, 13] | 3 | cpu |" in lines and not any("99" in line for line in lines)
+    assert pages.cost_table(["edit_cost"], results) == []
+    text = pages.page("T", [topic()], {"r": [row("auto", 1.0)]}, lines)
+    assert "## What it costs" in text
