@@ -330,4 +330,9 @@ class TestShipped:
         wanted = [tuple(cell[k] for k in ("kind", "form", "mode", "order", "split", "filler"))]
         found = measure(model.hf, model.tokenizer, wanted, cell["n"], card["training"]["seed"])  # pyright: ignore[reportArgumentType]
         assert abs(found[0].right - cell["right"]) <= 1  # another machine may round one prompt differently
-        assert cell["right"] >= 0.95 * cell["n"]
+        direct = [
+            c
+            for c in card["accuracy"]
+            if (c["kind"], c["mode"], c["order"], c["filler"]) == ("gated", "act", "value_first", None)
+        ]
+        assert sum(c["right"] for c in direct) >= 0.95 * sum(c["n"] for c in direct)
