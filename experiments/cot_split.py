@@ -154,7 +154,8 @@ def responsible_rows(bench: Bench, context: EditableContext, max_tokens: int) ->
 
     Returns:
         The :data:`TOP` rows that move the margin most: row, region (``chain`` for generated rows), share of the gap; ``None``
-        where the conclusion cannot be found among the generated tokens.
+        where the conclusion cannot be found among the generated tokens, or where the edit added rows (an erratum), so that
+        rows of the two prompts do not correspond.
 
     Cost: the chain three times, and one token per row.
     """
@@ -165,6 +166,8 @@ def responsible_rows(bench: Bench, context: EditableContext, max_tokens: int) ->
     if not at:
         return None
     stale, fresh = (c.append(made[:at]).rows.join() for c in (context, bench.fresh))
+    if len(stale) != len(fresh):
+        return None
     first = case.new.positions("field")[-1] + 1
     rows = range(first, len(stale) - 1)
     found = swap_effects(bench.model, stale, [fresh], [Site((p,)) for p in rows], Reader.last(stale, ids), prefix=0)

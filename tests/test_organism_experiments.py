@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+import notelens
 from experiments.coherence import HISTORIES, Coherence, CoherenceConfig, double_cases, steps
-from experiments.cot_split import ChainConfig, ChainSplit, read_chain
+from experiments.cot_split import ChainConfig, ChainSplit, read_chain, responsible_rows
 from experiments.distance import Distance, DistanceConfig
 from experiments.edit_arms import Arm, Bench
 from experiments.edit_cases import Case
@@ -164,6 +165,18 @@ def test_wordings_of_unknown_words_are_refused(organism: Any) -> None:
         assert say(name).report.appended_only
     with pytest.raises(SpanError, match=r"'Ignore', 'given'.*not in the vocabulary"):
         say("override")
+
+
+def test_rows_behind_a_stale_conclusion_are_found_where_rows_correspond() -> None:
+    """A refreshed field is stated by the chain; the conclusion comes from rows behind it, unless the edit added rows."""
+    model = notelens.load("organism-gemma3")
+    case = cases(4, mode="chain", kinds=["gated"], forms=("polarity",), length=150)[0]
+    bench = Bench(model, case)
+    found = responsible_rows(bench, bench.run(Arm.parse("in_place")).context, 24)
+    assert found is not None and sum(row["share"] for row in found) > 0.5
+    field = case.new.positions("field")[-1]
+    assert all(row["row"] > field for row in found)
+    assert responsible_rows(bench, bench.run(Arm.parse("erratum")).context, 24) is None
 
 
 def test_chains_of_the_language_are_read() -> None:
