@@ -1,12 +1,16 @@
 """The record of reads and the planner that follows it: known chains, budgets, controls."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import notelens
+from notelens.edits.auto import Auto
 from notelens.edits.context import EditableContext
 from notelens.edits.dependencies import SOURCES, Dependencies
+from notelens.edits.edit import Edit
 from notelens.errors import EditError
 from tests.contracts.models import note_model
 
@@ -79,6 +83,25 @@ def test_the_plan_holds_the_chain_and_keeps_its_budget(tiny: Any) -> None:
     assert margin(made) == pytest.approx(margin(fresh), abs=1e-3) and margin(old) * margin(fresh) < 0
     local, _ = old.edit("a", "f1", "edit_local@32")
     assert margin(local) == pytest.approx(margin(old), abs=1e-3)  # the note is 65 rows behind the field
+
+
+def test_rows_right_behind_a_chosen_line_run_with_it() -> None:
+    """Which clause of a rule concludes depends on the value, and the conclusion stands behind it: perhaps in the next line."""
+    model = notelens.load("organism-qwen3")
+    rule = "rule : when the seal is torn , ship ; when open , hold .\n"
+    lines = "- crate 9 by eve\n" * 6
+    text = "shipment\n- seal : {{seal}}\n" + lines + rule + "- van 23 from turin\n" + lines
+    plain = EditableContext.from_text(model, text, {"seal": "torn"}, request="what now ? act", record=False)
+    words = [str(model.tokenizer.decode([i])) for i in plain.tokens.ids]
+    field, start = words.index("torn"), words.index("rule")
+    stop = start + words[start:].index("\n") + 1
+    reads = {(0, start + 6): [(field, 0.9)], (1, len(words) - 1): [(start + 6, 0.9)]}
+    made = replace(plain, dependencies=record(2, len(words), reads))
+    edit = Edit(made, "seal", "open", "auto")
+    rows, facts = Auto(budget=44).choose(edit)
+    assert facts["lines"] == 1 and set(range(start, stop)) <= set(rows)
+    assert [p in rows for p in range(stop, stop + 3)] == [True, True, False]
+    assert words[stop : stop + 2] == ["-", "van"]
 
 
 def test_a_plan_for_another_field_s_rows_does_not_repair(tiny: Any) -> None:
