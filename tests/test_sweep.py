@@ -251,6 +251,15 @@ def test_a_worker_with_other_versions_refuses(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
+class Began(Unwatched):
+    """Keeps how many cells were finished when the sweep began."""
+
+    n_finished = -1
+
+    def begin(self, n_cells: int, n_finished: int) -> None:
+        self.n_finished = n_finished
+
+
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """The whole sweep is killed; its workers go, and the same command continues at once."""
     script = (
@@ -274,8 +283,11 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
             except InputError:
                 assert time.monotonic() - held_for < 60
                 time.sleep(0.02)
-    result = run_sweep(cases.sweep("[good]", "{pause_ms: 100}"), out)
-    assert result.marks == {} and result.n_measured > 0 and result.n_measured + result.n_read == 32
+    before = Began()
+    result = run_sweep(cases.sweep("[good]", "{pause_ms: 100}"), out, watcher=before)
+    assert result.marks == {} and result.n_measured > 0
+    # on a busy machine a cell may have ended before the kill; it is not touched again
+    assert result.n_measured + result.n_read == 8 * (4 - before.n_finished)
     run_sweep(cases.sweep("[good]", "{pause_ms: 100}"), tmp_path / "whole")
     assert records(out) == records(tmp_path / "whole")
 
