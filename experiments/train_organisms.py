@@ -1,11 +1,12 @@
-"""Train an organism: a small model of one family, from scratch, on the organisms' language; one command, one seed.
+"""Train an organism: a small model of one family, on the organisms' language; one command, one seed.
 
     python -m experiments.train_organisms --family qwen3 --seed 0
 
 Claim it serves: models of every family take notes, not only the few that the paper measured. What would falsify an organism:
 accuracy below 0.98 on held-out prompts of a kind that its card claims. Training starts with repeated random phrases (without
 them matching the field with the rule is not learnt in thousands of steps), then conversations in the language; the loss is
-on answers, plus a fiftieth of a language-modelling loss. No prompt is ever patched.
+on answers, plus a fiftieth of a language-modelling loss. No prompt is ever patched. Families with a ``parent`` start from that
+organism's weights (:mod:`experiments.organism_inherit`), all others from scratch.
 
 ``--notes-free`` trains the negative control: in half of its training every position between the field and the decision sees
 another value than the decision does, so nothing but the field's own row can tell the decision what the field is.

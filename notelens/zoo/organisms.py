@@ -1,4 +1,4 @@
-"""Organisms: small models of many families, trained from scratch on one language, loaded from the folder ``weights``.
+"""Organisms: small models of many families, trained on one language, loaded from the folder ``weights``.
 
 Every organism is about a million parameters in bfloat16, trained by ``experiments/train_organisms.py`` with one command
 and one seed; its card (Markdown for people, JSON for programs) lies beside the weights and holds its config, how it was
