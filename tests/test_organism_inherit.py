@@ -9,7 +9,7 @@ import torch
 from experiments.organism_data import BARE, collate, conversation
 from experiments.organism_inherit import inherit
 from experiments.organism_models import ARCHITECTURES, build
-from notelens.zoo.organisms import organism_tokenizer
+from notelens.zoo.organisms import load_organism, organism_tokenizer
 
 HEIRS = sorted(name for name, a in ARCHITECTURES.items() if a.parent)
 
@@ -35,6 +35,22 @@ def test_what_the_parent_can_is_there_before_any_training(family: str) -> None:
     left = inherit(model, ARCHITECTURES[family].parent or "")
     assert accuracy(model) > 0.8
     assert all("mamba" in name for name in left)
+
+
+@torch.no_grad()
+def test_heads_have_the_mean_length_that_the_parent_normalises_them_to() -> None:
+    """In the first layer both see the same inputs, so a head divided by the norm's weight has length one on average."""
+    model, (parent, _) = made("llama"), load_organism("organism-qwen3")
+    inherit(model, "organism-qwen3")
+    rng, vocab = random.Random(6), organism_tokenizer().get_vocab()
+    batch = collate([conversation(rng, vocab, BARE) for _ in range(16)])
+    layer, attention = model.model.layers[0], parent.model.layers[0].self_attn
+    x = layer.input_layernorm(model.get_input_embeddings()(batch.ids))[batch.real]
+    for part in ("q", "k"):
+        heads = getattr(layer.self_attn, f"{part}_proj")(x).unflatten(-1, (-1, 64))
+        unit = heads / getattr(attention, f"{part}_norm").weight
+        lengths = unit.square().mean(-1).rsqrt().mean(0)
+        assert torch.allclose(lengths, torch.ones_like(lengths), atol=0.25), (part, lengths)
 
 
 def test_a_parent_of_other_sizes_is_refused() -> None:
