@@ -97,7 +97,6 @@ def make_example(
     With an update line the cell says which value counts in the end: the update states it and the field holds another one
     (now and then the same, so that an update line alone says nothing).
     """
-    mode: Mode = "chain" if kind.endswith("chain") else "direct"
     update = None
     if kind.startswith("update"):
         update = draw.values[cell[0]]
@@ -106,7 +105,25 @@ def make_example(
         third = [v for v in draw.family.values if v not in draw.values]
         if draw.form in ("polarity", "negated") and update != draw.values[cell[1]] and rng.random() < 0.3:
             update = rng.choice(third)  # a value that neither field nor rule mentions
-    distractor = rng.random() < DISTRACTOR_SHARE
+    return supervised(tokenizer, task, draw, kind, cell, update, rng.random() < DISTRACTOR_SHARE)
+
+
+def supervised(
+    tokenizer: Any, task: GatedDecisions, draw: Draw, kind: str, cell: Cell, update: str | None, distractor: bool
+) -> Example:
+    """Exactly this prompt with the weights of its tokens.
+
+    Args:
+        tokenizer: of the model.
+        task, draw, cell: of the prompt.
+        kind: one of :data:`KINDS`.
+        update: value that an update line states, for the kinds that have one.
+        distractor: whether there is an update about something else.
+
+    Raises:
+        ValueError: prompt and answer do not tokenise apart.
+    """
+    mode: Mode = "chain" if kind.endswith("chain") else "direct"
     rendered = task.render(tokenizer, draw, cell, mode=mode, update=update, distractor=distractor)
     prompt, lead = rendered.prompt, "" if task.rendering == "chat" else " "
     full = encode(tokenizer, prompt.text + lead + rendered.target, templated=True)

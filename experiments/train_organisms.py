@@ -6,9 +6,9 @@ Claim it serves: models of every family take notes, not only the few that the pa
 accuracy below 0.98 on held-out prompts of a kind that its card claims. Training starts with repeated random phrases (without
 them matching the field with the rule is not learnt in thousands of steps), then conversations in the language; the loss is
 on answers, plus a fiftieth of a language-modelling loss. No prompt is ever patched. Families with a ``parent`` start from that
-organism's weights (:mod:`experiments.organism_inherit`), all others from scratch.
+organism's weights of the same seed (:mod:`experiments.organism_inherit`), all others from scratch.
 
-``--notes-free`` trains the negative control: in half of its training every position between the field and the decision sees
+``--notes-free`` trains the negative control: from its first decision on, every position between the field and the decision sees
 another value than the decision does, so nothing but the field's own row can tell the decision what the field is.
 """
 
@@ -346,6 +346,7 @@ def main(
     torch.set_num_threads(threads)
     architecture = ARCHITECTURES[family]
     parent = None if notes_free or width or layers else architecture.parent
+    parent = parent and (f"{parent}-seed{seed}" if seed else parent)
     whole = NOTES_FREE_PLAN if notes_free else PLANS["inherited" if parent else architecture.plan]
     plan = tuple(replace(s, steps=max(1, round(s.steps * scale))) for s in whole)
     torch.manual_seed(seed)

