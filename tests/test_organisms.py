@@ -334,6 +334,8 @@ class TestShipped:
             c
             for c in card["accuracy"]
             if (c["kind"], c["mode"], c["order"], c["filler"]) == ("gated", "act", "value_first", None)
-            and (c["split"] == "combos" or not card["training"]["notes_free"])  # that one knows the values it was trained on
+            and (
+                c["split"] == "combos" or not card["training"]["notes_free"]
+            )  # that one knows the values it was trained on
         ]
         assert sum(c["right"] for c in direct) >= 0.95 * sum(c["n"] for c in direct)
