@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import Gemma3ForCausalLM
 import notelens
 from notelens.cache.ops import max_difference
 from notelens.errors import MissingPackageError, UnsupportedModelError
+from notelens.models.load import default_cache_dir
 from notelens.models.random import architecture, random_config
 from notelens.tasks.gated import GatedDecisions
 from notelens.zoo import embedded
@@ -260,6 +262,36 @@ def test_a_missing_part_says_what_to_install(in_parts: tuple[EmbeddedSpec, Path]
 
 def test_the_dry_run_of_gemma_is_a_gemma() -> None:
     assert architecture("gemma3-270m") == "gemma3_text" and architecture("smollm2") == "llama"
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+ADAPTERS = sorted(name for name, spec in EMBEDDED.items() if spec.adapter)
+LEAST = 0.9
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_has_a_card_of_its_own_file(name: str) -> None:
+    spec = EMBEDDED[name]
+    path = spec.adapter_path
+    assert path is not None and path.name == spec.adapter_file
+    card = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    assert card["model"] == name and card["base_sha256"] == spec.sha256
+    assert card["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert f"`{card['sha256']}`" in path.with_suffix(".md").read_text(encoding="utf-8")
+    direct = [r for r in card["heldout"] if r["mode"] == "direct"]
+    assert sum(r["accuracy"] * r["n"] for r in direct) >= LEAST * sum(r["n"] for r in direct)
+    assert not set(card["train_families"]) & set(card["eval_families"])
+
+
+def test_models_of_one_file_are_converted_once(caplog: pytest.LogCaptureFixture) -> None:
+    """`smollm2` and `smollm2-long` differ by their adapters; what lies in the cache is the same folder."""
+    short, _ = load_embedded("smollm2", cache_dir=default_cache_dir())
+    with caplog.at_level(logging.INFO):
+        long, _ = load_embedded("smollm2-long", cache_dir=default_cache_dir())
+    assert "converting" not in caplog.text
+    pairs = list(zip(long.parameters(), short.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in pairs) and any(torch.equal(a, b) for a, b in pairs)
 
 
 # --- gemma3-270m itself -----------------------------------------------------------------------------------------------

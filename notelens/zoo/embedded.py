@@ -171,7 +171,7 @@ def _converted(spec: EmbeddedSpec, cache_dir: Path) -> Path:
 
     paths = spec.locate()
     stem = next(
-        s.name for s in EMBEDDED.values() if s.sha256 == spec.sha256
+        s.name for s in EMBEDDED.values() if s.filename == spec.filename
     )  # adapters of one file share what is converted
     target = cache_dir / "embedded" / f"{stem}-{spec.sha256[:12]}-transformers{transformers.__version__}"
     if target.is_dir():

@@ -1,22 +1,30 @@
 """Training prompts of the adapter for long prompts: packed they are what they are alone, and groups part where they should."""
 
+import hashlib
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from experiments.competence_data import ACTION_WEIGHT, Example
-from experiments.long_data import Groups, pack
+from experiments.packed_data import Groups, Phase, pack
 from experiments.train_competence import padded, supervised_logits
-from experiments.train_long import LINES, SIZE, loss_of
+from experiments.train_packed import RECIPES, loss_of, steps_of
+from notelens.zoo import embedded
+from notelens.zoo.embedded import EMBEDDED
 
+ADAPTERS = Path(embedded.__file__).parent / "adapters"
 N_PAIRS = 24
+PHASE = Phase(1, (((2, 9), 1.0),))
+SIZE = PHASE.size
 
 
 @pytest.fixture(scope="module")
 def pairs(smollm2_tokenizer: Any) -> list[tuple[list[Example], list[Example]]]:
-    groups = Groups(smollm2_tokenizer, 3, (2, 9), SIZE)
+    groups = Groups(smollm2_tokenizer, 3, (2, 9), PHASE)
     return [groups.pair() for _ in range(N_PAIRS)]
 
 
@@ -85,9 +93,21 @@ def test_groups_part_where_they_should_and_both_answers_occur(pairs: list[tuple[
 
 
 def test_groups_are_those_of_the_seed(smollm2_tokenizer: Any) -> None:
-    a, b, c = (Groups(smollm2_tokenizer, seed, (2, 4), SIZE).pair() for seed in (1, 1, 2))
+    a, b, c = (Groups(smollm2_tokenizer, seed, (2, 4), PHASE).pair() for seed in (1, 1, 2))
     assert a == b != c
 
 
-def test_lines_and_shares_are_whole() -> None:
-    assert sum(share for _, share in LINES) == pytest.approx(1)
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_whole(name: str) -> None:
+    recipe = RECIPES[name]
+    assert recipe.base in EMBEDDED and EMBEDDED[name].adapter_file.startswith(name.replace("-", "_"))
+    for phase in recipe.phases:
+        assert sum(share for _, share in phase.lines) == pytest.approx(1) == sum(share for _, share in phase.part)
+        assert len(phase.asks) == phase.size
+
+
+def test_the_shipped_adapter_was_trained_on_what_its_recipe_draws(smollm2_tokenizer: Any) -> None:
+    card = json.loads((ADAPTERS / "smollm2_long_competence.json").read_text(encoding="utf-8"))
+    groups = steps_of(smollm2_tokenizer, card["seed"], RECIPES["smollm2-long"].phases)
+    ids = [[e.ids for e in group] for pair in groups for group in pair]
+    assert hashlib.sha256(repr(ids).encode()).hexdigest() == card["data_sha256"]
