@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from notelens.errors import AnswerError, SpanError
 from notelens.prompt import Prompt, Span
@@ -252,14 +253,29 @@ def refuse_special(tokenizer: Any, what: str, text: str) -> None:
     Raises:
         SpanError: it does; the message names ``what`` and the token.
     """
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    names = {str(t) for t in tokenizer.all_special_tokens} | {str(t) for t in added.values() if t.special}
-    hit = next((name for name in sorted(names) if name and name in text), None)
+    hit = next((name for name in _special_names(tokenizer) if name in text), None)
     if hit is not None:
         raise SpanError(
             f"the {what} text {text[:60]!r} holds the special token {hit!r}; it would change "
             "the turns of the prompt and is refused"
         )
+
+
+_SPECIAL: "WeakKeyDictionary[Any, tuple[tuple[Any, ...], tuple[str, ...]]]" = WeakKeyDictionary()
+
+
+def _special_names(tokenizer: Any) -> tuple[str, ...]:
+    """Texts of all special tokens, sorted; listing the 6,400 added tokens of a Gemma takes 20 ms, so they are kept."""
+    named = tuple(str(t) for t in tokenizer.all_special_tokens)
+    size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else None
+    state = (size, named)  # changes where tokens are added or named special
+    kept = _SPECIAL.get(tokenizer)
+    if kept is None or kept[0] != state:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        names = {*named, *(str(t) for t in added.values() if t.special)}
+        kept = (state, tuple(sorted(n for n in names if n)))
+        _SPECIAL[tokenizer] = kept
+    return kept[1]
 
 
 def _locate(

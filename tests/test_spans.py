@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from notelens.errors import SpanError
 from notelens.prompt import Span
-from notelens.spans import encode, locate, offsets, token_texts
+from notelens.spans import encode, locate, offsets, refuse_special, token_texts
 
 SENTENCES = [
     "If the order status is shipped then approve; if it is pending then refuse.",
@@ -182,3 +182,14 @@ def test_no_token_is_lost_without_a_beginning_of_sequence_token() -> None:
 def test_empty_text_is_refused() -> None:
     with pytest.raises(SpanError, match="nothing to encode"):
         encode(word_level(), "")
+
+
+def test_a_special_token_that_is_added_later_is_refused_from_then_on() -> None:
+    tokenizer = byte_level()
+    refuse_special(tokenizer, "filler", "a <|later|> b")
+    for added in (["<|later|>"], [AddedToken("<|latest|>", special=True)]):
+        tokenizer.add_tokens(added, special_tokens=True)
+    for name in ("<|later|>", "<|latest|>", "<|im_end|>"):
+        with pytest.raises(SpanError, match=r"holds the special token"):
+            refuse_special(tokenizer, "filler", f"a {name} b")
+    refuse_special(byte_level(), "filler", "a <|later|> b")  # another tokenizer
