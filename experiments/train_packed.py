@@ -43,48 +43,71 @@ class Recipe:
     Attributes:
         base: embedded model whose weights it changes.
         begin: embedded model whose shipped adapter it goes on from; none: a fresh one.
-        learning_rate: falls to zero over all steps.
-        phases: one after another.
+        legs: learning rate, which falls to zero over the leg, and phases. A leg begins with the adapter rounded to float16.
         heldout: tokens of the held-out prompts (``None``: a few filler lines), how many of each form, kind and order, kinds.
     """
 
     base: str
     begin: str | None
-    learning_rate: float
-    phases: tuple[Phase, ...]
+    legs: tuple[tuple[float, tuple[Phase, ...]], ...]
     heldout: tuple[tuple[int | None, int, tuple[str, ...]], ...]
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Of all legs."""
+        return [phase for _, phases in self.legs for phase in phases]
 
 
 EASY = ("two_clause", "polarity", "polarity", "swapped")
 SHORT_LINES = (((0, 2), 0.6), ((2, 6), 0.4))
 RECIPES = {
     "smollm2-long": Recipe(
-        "smollm2", "smollm2", 4e-4, (Phase(100, (((0, 5), 0.2), ((5, 45), 0.65), ((60, 90), 0.15))),),
+        "smollm2", "smollm2",
+        (
+            (4e-4, (Phase(100, (((0, 5), 0.2), ((5, 45), 0.65), ((60, 90), 0.15))),)),
+            (3e-4, (Phase(24, (((5, 45), 0.25), ((90, 170), 0.75)), part=(("rule", 0.4), ("request", 0.2), ("field", 0.4))),)),
+        ),
         ((None, 8, tuple(KINDS)), (600, 4, ("direct", "update")), (2000, 3, ("direct",))),
     ),
     "gemma3-270m": Recipe(
-        "gemma3-270m", None, 1e-3,
+        "gemma3-270m", None,
         (
-            Phase(60, (((0, 1), 1.0),), part=(("rule", 1.0),), forms=EASY, free_words=0.5, chains=0.0),
-            Phase(60, (((0, 2), 1.0),), free_words=0.4),
-            Phase(140, SHORT_LINES),
+            (
+                1e-3,
+                (
+                    Phase(60, (((0, 1), 1.0),), part=(("rule", 1.0),), forms=EASY, free_words=0.5, chains=0.0),
+                    Phase(60, (((0, 2), 1.0),), free_words=0.4),
+                    Phase(140, SHORT_LINES),
+                ),
+            ),
         ),
         ((None, 8, tuple(KINDS)), (600, 4, ("direct", "update"))),
     ),
 }  # fmt: skip
 
 
-def steps_of(tokenizer: Any, seed: int, phases: Sequence[Phase]) -> list[tuple[list[Example], list[Example]]]:
-    """Two groups for every step."""
+Pairs = list[tuple[list[Example], list[Example]]]
+
+
+def legs_of(tokenizer: Any, seed: int, recipe: Recipe) -> list[Pairs]:
+    """Two groups for every step of every leg."""
     rng = random.Random(f"{seed}/lines")
-    found: list[tuple[list[Example], list[Example]]] = []
-    for number, phase in enumerate(phases):
-        sources = [
-            Groups(tokenizer, seed * 10 + 100 * number + i, lines, phase) for i, (lines, _) in enumerate(phase.lines)
-        ]
-        shares = [share for _, share in phase.lines]
-        found += [rng.choices(sources, shares)[0].pair() for _ in range(phase.steps)]
-    return found
+    legs: list[Pairs] = []
+    number = 0
+    for _, phases in recipe.legs:
+        legs.append([])
+        for phase in phases:
+            seeds = range(seed * 10 + 100 * number, 10**9)
+            sources = [Groups(tokenizer, at, lines, phase) for at, (lines, _) in zip(seeds, phase.lines, strict=False)]
+            shares = [share for _, share in phase.lines]
+            legs[-1] += [rng.choices(sources, shares)[0].pair() for _ in range(phase.steps)]
+            number += 1
+    return legs
+
+
+def data_hash(legs: Sequence[Pairs]) -> str:
+    """Of all training ids."""
+    return hashlib.sha256(repr([[e.ids for e in g] for leg in legs for pair in leg for g in pair]).encode()).hexdigest()
 
 
 def loss_of(model: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, float]:
@@ -101,47 +124,73 @@ def loss_of(model: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, floa
     return (losses * weights).sum() / weights.sum(), right
 
 
-def train(name: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int) -> Path:
-    """Train and save; returns the adapter's path."""
+def train(
+    name: str, seed: int, out: Path, checkpoint_dir: Path | None, begin: tuple[int, Path, float] | None = None
+) -> Path:
+    """Train and save; returns the adapter's path.
+
+    Args:
+        name: of the recipe and of the model whose adapter it is.
+        seed: of everything drawn.
+        out: folder.
+        checkpoint_dir: where the adapter is kept behind every leg.
+        begin: leg to begin with, the adapter that the leg before it ended with, and the seconds spent so far.
+    """
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # extra `train`
 
     recipe = RECIPES[name]
     base, tokenizer = load_embedded(recipe.base, competence=False, cache_dir=default_cache_dir())
-    started = time.perf_counter()
-    groups = steps_of(tokenizer, seed, recipe.phases)
-    steps = len(groups)
+    started = time.perf_counter() - (begin[2] if begin else 0.0)
+    legs = legs_of(tokenizer, seed, recipe)
     beginning = EMBEDDED[recipe.begin].adapter_path if recipe.begin else None
-    every_id = [[e.ids for e in group] for pair in groups for group in pair]
+    groups = [group for leg in legs for pair in leg for group in pair]
     meta: dict[str, Any] = {
-        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": steps, "threads": torch.get_num_threads(),
-        "prompts": sum(map(len, every_id)), "model": name,
-        "learning_rate": recipe.learning_rate, "base_sha256": EMBEDDED[name].sha256,
+        "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(map(len, legs)), "threads": torch.get_num_threads(),
+        "prompts": sum(map(len, groups)), "model": name, "began_with_leg": begin[0] if begin else 0,
+        "learning_rates": [rate for rate, _ in recipe.legs], "base_sha256": EMBEDDED[name].sha256,
         "begins_with_sha256": hashlib.sha256(beginning.read_bytes()).hexdigest() if beginning else None,
         "train_families": [f.name for f in load_families() if f.split == "train"],
         "eval_families": [f.name for f in load_families() if f.split == "eval"],
-        "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
-        "data_sha256": hashlib.sha256(repr(every_id).encode()).hexdigest(),
-        "prompt_tokens": sum(len(ids) for group in every_id for ids in group),
-        "run_tokens": sum(pack(group).ids.shape[1] for pair in groups for group in pair),
+        "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(), "data_sha256": data_hash(legs),
+        "prompt_tokens": sum(len(e.ids) for group in groups for e in group),
+        "run_tokens": sum(pack(group).ids.shape[1] for group in groups),
     }  # fmt: skip
     window = getattr(base.config, "sliding_window", None)
-    if window and (longest := max(len(ids) for group in every_id for ids in group)) > window:
+    if window and (longest := max(len(e.ids) for group in groups for e in group)) > window:
         raise ValueError(
             f"a prompt of {longest} tokens; packed prompts know no window, and that of {recipe.base} is {window}"
         )
     torch.manual_seed(seed)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
     peft_model: Any = get_peft_model(base, config)
-    if beginning:
-        load_adapter_(peft_model, beginning)
+    if path := begin[1] if begin else beginning:
+        load_adapter_(peft_model, path)
+    for number, (pairs, (rate, _)) in enumerate(zip(legs, recipe.legs, strict=True)):
+        if begin is None or number >= begin[0]:
+            optimise(peft_model, pairs, rate, f"leg {number}")
+            with torch.no_grad():
+                for parameter in (p for p in peft_model.parameters() if p.requires_grad):
+                    parameter.copy_(parameter.half().float())
+            meta["train_seconds"] = round(time.perf_counter() - started)
+            if checkpoint_dir is not None:
+                save_adapter(peft_model, checkpoint_dir / f"{name}-leg{number}.safetensors", meta)
+    path = out / EMBEDDED[name].adapter_file
+    save_adapter(peft_model, path, meta)
+    return path
+
+
+def optimise(peft_model: Any, pairs: Pairs, rate: float, name: str) -> None:
+    """One pass over ``pairs``; changes ``peft_model``."""
     inner = peft_model.get_base_model()
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    steps, warm_up = len(pairs), min(WARM_UP, len(pairs) // 4)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda s: min((s + 1) / WARM_UP, max(0.0, (steps - s) / max(1, steps - WARM_UP)))
+        optimiser, lambda s: min((s + 1) / max(1, warm_up), max(0.0, (steps - s) / max(1, steps - warm_up)))
     )
+    started = time.perf_counter()
     recent: list[tuple[float, float]] = []
-    for step, pair in enumerate(groups, start=1):
+    for step, pair in enumerate(pairs, start=1):
         for group in pair:
             loss, right = loss_of(inner, group)
             (loss / len(pair)).backward()
@@ -154,13 +203,7 @@ def train(name: str, seed: int, out: Path, checkpoint_dir: Path | None, every: i
             last = recent[-10:]
             shown = sum(a for a, _ in last) / len(last), sum(b for _, b in last) / len(last)
             spent = time.perf_counter() - started
-            logger.info("step %d loss %.3f action tokens right %.2f (%.0f s)", step, *shown, spent)
-        meta["train_seconds"] = round(time.perf_counter() - started)
-        if checkpoint_dir is not None and step % every == 0:
-            save_adapter(peft_model, checkpoint_dir / f"{name}-step{step}.safetensors", meta)
-    path = out / EMBEDDED[name].adapter_file
-    save_adapter(peft_model, path, meta)
-    return path
+            logger.info("%s step %d loss %.3f action tokens right %.2f (%.0f s)", name, step, *shown, spent)
 
 
 def evaluate(path: Path, name: str, seed: int) -> list[dict[str, Any]]:
@@ -196,6 +239,8 @@ def write_card(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> 
         if recipe.begin
         else "It begins with a fresh one."
     )
+    rates = ", ".join(f"{rate:g}" for rate in meta["learning_rates"])
+    apart = f" (legs before leg {meta['began_with_leg']} by commands of their own)" if meta["began_with_leg"] else ""
     text = f"""# Competence adapter of `{name}`
 
 Written by `experiments/train_packed.py`; retrain with
@@ -205,7 +250,7 @@ Written by `experiments/train_packed.py`; retrain with
   {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`. {began}
 - Training: {meta["steps"]} steps, {meta["prompts"]:,} prompts of {meta["prompt_tokens"]:,} tokens, of which
   {meta["run_tokens"]:,} were run (prompts of a group share a beginning, and see only what they would see alone), AdamW
-  {recipe.learning_rate}, float32, {meta["train_seconds"] / 60:.1f} minutes on {meta["threads"]} CPU threads. Loss on answers.
+  {rates}, float32, {meta["train_seconds"] / 60:.1f} minutes on {meta["threads"]} CPU threads{apart}. Loss on answers.
 - Data: gated decisions of `notelens/tasks/data/families.json`, ordinary prompts, never a patched or stale cache. Hash of all
   training ids: `{meta["data_sha256"][:16]}`.
 {"".join(f"  - {_described(p)}" + chr(10) for p in recipe.phases).rstrip()}
@@ -246,15 +291,19 @@ def main(
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="folder of the adapter and its card")] = Path("notelens/zoo/adapters"),
     threads: int = 2,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="keep intermediate adapters here")] = None,
-    checkpoint_every: int = 25,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="keep the adapter of every leg here")] = None,
+    begin_leg: Annotated[int, typer.Option(help="continue with this leg, from the adapter of --begin-from")] = 0,
+    begin_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
+    begin_seconds: Annotated[float, typer.Option(help="what the legs before took, for the card")] = 0.0,
 ) -> None:
     """Train, save, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if model not in RECIPES:
         raise typer.BadParameter(f"no recipe for {model!r}; known: {', '.join(RECIPES)}")
+    if (begin_leg > 0) != (begin_from is not None):
+        raise typer.BadParameter("give --begin-leg and --begin-from together")
     torch.set_num_threads(threads)
-    path = train(model, seed, out, checkpoint_dir, checkpoint_every)
+    path = train(model, seed, out, checkpoint_dir, begin_from and (begin_leg, begin_from, begin_seconds))
     write_saved_card(path, model, seed)
 
 

@@ -1,6 +1,5 @@
 """Training prompts of the adapter for long prompts: packed they are what they are alone, and groups part where they should."""
 
-import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from experiments.competence_data import ACTION_WEIGHT, Example
 from experiments.packed_data import Groups, Phase, pack
 from experiments.train_competence import padded, supervised_logits
-from experiments.train_packed import RECIPES, loss_of, steps_of
+from experiments.train_packed import RECIPES, data_hash, legs_of, loss_of
 from notelens.zoo import embedded
 from notelens.zoo.embedded import EMBEDDED
 
@@ -108,6 +107,4 @@ def test_recipes_are_whole(name: str) -> None:
 
 def test_the_shipped_adapter_was_trained_on_what_its_recipe_draws(smollm2_tokenizer: Any) -> None:
     card = json.loads((ADAPTERS / "smollm2_long_competence.json").read_text(encoding="utf-8"))
-    groups = steps_of(smollm2_tokenizer, card["seed"], RECIPES["smollm2-long"].phases)
-    ids = [[e.ids for e in group] for pair in groups for group in pair]
-    assert hashlib.sha256(repr(ids).encode()).hexdigest() == card["data_sha256"]
+    assert data_hash(legs_of(smollm2_tokenizer, card["seed"], RECIPES["smollm2-long"])) == card["data_sha256"]
