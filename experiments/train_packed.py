@@ -2,8 +2,8 @@
 
     python -m experiments.train_packed --model smollm2-long --seed 0 --out notelens/zoo/adapters
 
-``smollm2-long`` goes on from the shipped adapter of ``smollm2``, on prompts with up to 1,900 tokens of filler. Claim it serves: a
-probe of a model that cannot do the task measures nothing, and edits and splices pay at 600 and 2,000 tokens, where the adapter
+``smollm2-long`` goes on from the shipped adapter of ``smollm2``, on prompts with up to 1,900 tokens of filler. Claim it serves:
+a probe of a model that cannot do the task measures nothing, and edits and splices pay at 600 and 2,000 tokens, where the one
 trained on short prompts is right with both values of a field in a third of the prompts. What would falsify an adapter: held-out
 accuracy below 0.95. Only ordinary, freshly prefilled prompts; that several share a beginning (:mod:`experiments.packed_data`)
 changes the cost and nothing else.
