@@ -77,7 +77,7 @@ class Arm(_Closed):
 
     Attributes:
         name: what it is.
-        model: as ``notelens.load`` takes it, or ``random:ARCHITECTURE`` for random weights.
+        model: as ``notelens.load`` takes it, or ``random:NAME`` for random weights (of an organism: with its tokenizer).
         donors: ``real`` or ``shuffled``.
         expect: what the verdict has to be.
     """

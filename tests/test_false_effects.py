@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import notelens
 from experiments.false_effects import (
     Arm,
     FalseEffects,
@@ -17,12 +18,14 @@ from experiments.false_effects import (
     codes,
     judge,
     main,
+    make_model,
     run,
     show,
 )
 from notelens.errors import ConfigError, TaskError
 from notelens.probes.injection import Injection
 from notelens.probes.locality import Locality
+from notelens.tasks.organism import OrganismLanguage
 from tests.contracts.models import random_hf
 from tests.tiny import broken_direct, tiny_instances, tiny_model, wrapped
 
@@ -189,6 +192,17 @@ def test_the_shipped_configuration_is_valid() -> None:
     found = FalseEffects.read(Path(__file__).parents[1] / "experiments/configs/false-effects.yaml")
     assert found.n >= 48 and {a.expect for a in found.arms} == {"effect", "no effect"}
     assert any(a.donors == "shuffled" for a in found.arms) and any(a.model.startswith("random:") for a in found.arms)
+
+
+def test_random_weights_read_the_same_prompts_as_the_organisms() -> None:
+    found = FalseEffects.read(Path(__file__).parents[1] / "experiments/configs/false-effects.yaml")
+    blank = make_model(next(a for a in found.arms if a.model.startswith("random:")))
+    trained = notelens.load("organism-qwen3")
+    language = OrganismLanguage(**found.params)
+    first, second = (language.instances(m.tokenizer, 1, found.seed)[0].cells[0, 0] for m in (blank, trained))
+    assert first == second
+    assert [p.shape for p in blank.hf.parameters()] == [p.shape for p in trained.hf.parameters()]
+    assert not torch.equal(next(blank.hf.parameters()), next(trained.hf.parameters()))
 
 
 def test_the_exit_code_is_one_where_an_arm_is_flagged(

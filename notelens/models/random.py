@@ -10,7 +10,7 @@ import torch
 from notelens.errors import InputError
 from notelens.models import FAMILIES
 from notelens.zoo.embedded import EMBEDDED, embedded_tokenizer
-from notelens.zoo.organisms import organism_specs
+from notelens.zoo.organisms import organism_specs, organism_tokenizer
 
 KNOWN_ARCHITECTURES = {
     "Qwen/Qwen3-8B": "qwen3",
@@ -125,9 +125,14 @@ def random_config(kind: str, vocab_size: int, **overrides: Any) -> Any:
 
 
 def random_model(name: str, cache_dir: Path, *, seed: int = 0) -> tuple[Any, Any]:
-    """A small random model of the architecture of ``name``, with the embedded tokenizer."""
-    tokenizer = embedded_tokenizer("smollm2", cache_dir=cache_dir)
-    config = random_config(architecture(name), len(tokenizer))
+    """A small random model of the architecture of ``name``, with the embedded tokenizer, or the organisms' for one of them."""
+    if name in organism_specs():
+        tokenizer: Any = organism_tokenizer()
+        settings = {k: v for k, v in organism_specs()[name].card["config"].items() if k != "model_type"}
+        config = build_config(architecture(name), settings)
+    else:
+        tokenizer = embedded_tokenizer("smollm2", cache_dir=cache_dir)
+        config = random_config(architecture(name), len(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         hf = build_model(config)
