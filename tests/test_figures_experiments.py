@@ -177,6 +177,8 @@ def test_the_blinded_check_is_drawn_with_its_bound(tmp_path: Path) -> None:
         }
         return [
             {"experiment": "locality", "metric": "full_downstream_recovery", "params": {}, **ends},
+            {"experiment": "dissociation", "metric": "notes_recovery", "params": {}, **ends},
+            {"experiment": "injection", "metric": "follow_rate", "params": {}, **ends},
             {"experiment": "specificity", "metric": "topk_recovery", "params": {"k": 8, "ranking": "own"}, **ends},
         ]
 

@@ -3,6 +3,7 @@
 The figures of cross-family tables, prompt kinds, sizes and false effects are all of this shape.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ LEFT_MAX, CHARACTER = 2.3, 0.062
 """Inches for the names at most, and for one of their characters."""
 SPREAD = 0.34
 """Of a row, over which several marks of one row are spread."""
+TITLE_WIDTH = 22
+"""Characters of a panel's title in one line."""
 PER_LINE = 5
 """Panels beside each other; more go below."""
 
@@ -109,7 +112,8 @@ def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int) -> None:
     low, high = min([panel.low, *known]), max([panel.high, *known])
     room = 0.06 * (high - low)
     axes.set(xlim=(low - room, high + room), ylim=(n_rows - 0.5, -0.5))
-    axes.set_title(s.drawable(panel.title), fontsize=s.SMALL, pad=4)
+    lines = [part for line in panel.title.splitlines() for part in textwrap.wrap(line, TITLE_WIDTH)]
+    axes.set_title("\n".join(map(s.drawable, lines)), fontsize=s.SMALL, pad=4)
     axes.grid(axis="x")
     axes.locator_params(axis="x", nbins=3)
     axes.tick_params(axis="y", length=0)
