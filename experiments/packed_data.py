@@ -61,7 +61,6 @@ class Packed:
         mask: ``[1, 1, pos, pos]``, added to attention scores: a token sees the beginning and its own ending up to itself.
         weights: ``[1, pos]``: loss weights.
         previous: ``[1, pos]``: index of the token before, in its own prompt; what predicts it.
-        n_examples: prompts in it.
     """
 
     ids: torch.Tensor
@@ -69,7 +68,6 @@ class Packed:
     mask: torch.Tensor
     weights: torch.Tensor
     previous: torch.Tensor
-    n_examples: int
 
 
 def pack(examples: Sequence[Example]) -> Packed:
@@ -93,7 +91,7 @@ def pack(examples: Sequence[Example]) -> Packed:
     mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
     return Packed(
         torch.tensor([ids]), torch.tensor([positions]), mask[None, None], torch.tensor([weights]),
-        torch.tensor([previous]), len(examples),
+        torch.tensor([previous]),
     )  # fmt: skip
 
 

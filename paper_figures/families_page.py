@@ -41,21 +41,24 @@ How to read it:
 
 - **The field changes** (`field only`, `downstream`, `top 8`, `random 8`). In every family but the control the decision does not
   read the field: swapping its own rows does nothing, swapping the rows behind it does everything, and eight of them are nearly
-  enough. Eight random rows are not nothing, because prompts are short: this is what `top 8` has to be compared with.
+  enough. Eight random rows of such short prompts are not nothing: this is what `top 8` has to be compared with.
 - **The control says the opposite, in the same columns.** A probe that found notes there would find them anywhere.
 - **The rule changes, the field stays** (`trigger only`, `notes`). `notes` stays below 1 and `trigger only` above 0 where the
   rule's own words, which stand behind the field and see it, hold part of the conclusion. The control has a large `notes`, too:
   what the rule says is on the rows behind its changed word, whether or not anybody concluded from it. So this probe alone is
   **no** evidence of notes; together with the first it says that what is read is more than a copy of the field.
 - **False notes** (`follow rate`): decisions that follow injected rows of the other value, in both directions.
-- A window does not change the pattern. It changes how far it reaches: where every layer has one (`mistral`, 128 tokens),
-  prompts whose field is further from the decision are decided by chance (its card).
+- Heirs resemble the organism they start from: their rows say that a family can do the same, not that it would come to it.
+- Where every layer has a window (`mistral`, 128 tokens), prompts whose field is further from the decision are decided by chance
+  (its card). The two Gemmas, which have a window on some layers, hold less of the conclusion on the rule's changed word; why
+  was not examined, and `gemma2` starts from `gemma3`.
 """
 CHECK = """
 ## Blinded false-effect check
 
 Controls that cannot have the effect go through the same tables under code names; the rule that judges them was fixed before. A
-control that is judged to have an effect is flagged, and is reported here, not tuned away.
+control that is judged to have an effect is flagged, and is reported here, not tuned away. Values are those that training used,
+in combinations that it did not, because the control without notes decides for no others.
 
 """
 AFTER = """

@@ -1,34 +1,30 @@
 """The page on families is what the committed tables say."""
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "paper_figures" / "families_page.py"
-TABLES = SCRIPT.with_name("tables")
+from tests.scripts import FIGURES, load_script
+
+TABLES = FIGURES / "tables"
+CONTROL = "organism-qwen3-notes-free"
+families_page: Any = load_script("families_page")
 
 
-@pytest.fixture(scope="module")
-def families_page() -> Any:
-    spec = importlib.util.spec_from_file_location("families_page", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tables() -> tuple[Any, Any]:
+    table, record = (
+        json.loads((TABLES / f"{n}.json").read_text(encoding="utf-8")) for n in ("cross-family", "false-effects")
+    )
+    return table, record
 
 
-def test_the_committed_page_is_what_the_committed_tables_say(
-    families_page: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_committed_page_is_what_the_committed_tables_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert families_page.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_another_number_or_verdict_is_another_page(families_page: Any) -> None:
-    table = json.loads((TABLES / "cross-family.json").read_text(encoding="utf-8"))
-    record = json.loads((TABLES / "false-effects.json").read_text(encoding="utf-8"))
+def test_another_number_or_verdict_is_another_page() -> None:
+    table, record = tables()
     before = families_page.page(table, record)
     table[0]["field_only"]["value"] = 0.777
     assert "0.777 [" in families_page.page(table, record)
@@ -36,8 +32,25 @@ def test_another_number_or_verdict_is_another_page(families_page: Any) -> None:
     assert families_page.page(table, record).count("flagged**") != before.count("flagged**")
 
 
-def test_what_could_not_be_measured_is_no_number(families_page: Any) -> None:
+def test_what_could_not_be_measured_is_no_number() -> None:
     nothing = {"value": None, "lo": None, "hi": None, "n": 12}
     assert families_page.cell(None) == "-" and families_page.cell(nothing) == "undefined"
     assert families_page.cell(nothing | {"n": 0}) == "-"
     assert families_page.cell({"value": -0.0001, "lo": -0.0004, "hi": 0.2, "n": 3}) == "0.000 [0.000, 0.200]"
+
+
+def test_what_the_page_says_in_words_holds_in_its_tables() -> None:
+    table, record = tables()
+    rows = {r["model"]: r for r in table if r["source"] == "measured"}
+    control = rows.pop(CONTROL)
+    assert len(rows) >= 7
+    for row in rows.values():
+        assert max(abs(row["field_only"][k]) for k in ("value", "lo", "hi")) <= 0.05 and row["downstream"]["lo"] >= 0.95
+        assert row["top8"]["lo"] > row["random8"]["hi"] + 0.3 and row["follow_rate"]["value"] == 1.0
+    assert control["field_only"]["lo"] >= 0.95 and abs(control["downstream"]["lo"]) <= 0.05
+    assert control["notes"]["lo"] > 0.3 and control["follow_rate"]["value"] == 0.0
+    for arm in record["arms"]:
+        by = {r["experiment"]: r for r in arm["table"]}
+        if arm["expect"] == "no effect":
+            for name in ("locality", "injection"):
+                assert by[name]["value"] is None or abs(by[name]["value"]) <= 0.05

@@ -1,23 +1,12 @@
 """The pages on editing, composing and agents are what the committed records say, and claims are held against every model."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "paper_figures" / "measured_pages.py"
+from tests.scripts import FIGURES, load_script
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("measured_pages", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pages = _load()
+pages: Any = load_script("measured_pages")
 
 
 def row(method: str, value: float | None, metric: str = "p_correct", **more: Any) -> dict[str, Any]:
@@ -36,7 +25,7 @@ def test_the_committed_pages_are_what_the_committed_records_say() -> None:
 def test_every_topic_is_of_an_experiment_that_exists() -> None:
     for _, topics in pages.topics().values():
         for topic in topics:
-            assert (SCRIPT.parents[1] / "experiments" / f"{topic.experiment}.py").is_file(), topic.experiment
+            assert (FIGURES.parent / "experiments" / f"{topic.experiment}.py").is_file(), topic.experiment
 
 
 @pytest.mark.parametrize(

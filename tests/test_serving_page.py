@@ -1,24 +1,14 @@
 """The page on prompts is what the committed records say; without records it has no numbers."""
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "paper_figures" / "serving_page.py"
+from tests.scripts import load_script
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("serving_page", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-serving_page = _load()
+serving_page: Any = load_script("serving_page")
 
 
 def row(

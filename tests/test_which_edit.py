@@ -1,6 +1,5 @@
 """The page on edits is what the committed records say, and says the right thing of records that are known."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,12 @@ import pytest
 
 from notelens.edits import EDITS
 from tests.contracts import edits as contract
+from tests.scripts import load_script
 
-SCRIPT = Path(__file__).parents[1] / "paper_figures" / "which_edit.py"
 COSTS = {"stale": 0.0, "in_place": 0.05, "erratum": 0.2, "auto": 0.4, "full_suffix": 0.8, "wrong_edit": 0.01}
 
 
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("which_edit", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-which_edit = _load()
+which_edit: Any = load_script("which_edit")
 
 
 def rows(p: dict[str, float], full: float = 1.0) -> list[dict[str, Any]]:
