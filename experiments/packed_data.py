@@ -59,15 +59,13 @@ class Packed:
         ids: ``[1, pos]``: the shared beginning, then every ending.
         positions: ``[1, pos]``: of each token in its own prompt.
         mask: ``[1, 1, pos, pos]``, added to attention scores: a token sees the beginning and its own ending up to itself.
-        weights: ``[1, pos]``: loss weights.
-        previous: ``[1, pos]``: index of the token before, in its own prompt; what predicts it.
+        weights: ``[1, pos]``: loss weights. No ending begins with a weighted token, so the row before one is of its own prompt.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor
     weights: torch.Tensor
-    previous: torch.Tensor
 
 
 def pack(examples: Sequence[Example]) -> Packed:
@@ -77,22 +75,17 @@ def pack(examples: Sequence[Example]) -> Packed:
     while shared < shortest and len({e.ids[shared] for e in examples}) == 1:
         shared += 1
     ids, weights = list(examples[0].ids[:shared]), [0.0] * shared
-    positions, previous, owner = list(range(shared)), list(range(-1, shared - 1)), [-1] * shared
+    positions, owner = list(range(shared)), [-1] * shared
     for number, e in enumerate(examples):
-        begin = len(ids)
         ids += e.ids[shared:]
         weights += e.weights[shared:]
         positions += range(shared, len(e.ids))
-        previous += [shared - 1, *range(begin, begin + len(e.ids) - shared - 1)]
         owner += [number] * (len(e.ids) - shared)
     whose = torch.tensor(owner)
     sees = (whose[None, :] == -1) | (whose[:, None] == whose[None, :])
     sees &= torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
-    return Packed(
-        torch.tensor([ids]), torch.tensor([positions]), mask[None, None], torch.tensor([weights]),
-        torch.tensor([previous]),
-    )  # fmt: skip
+    return Packed(torch.tensor([ids]), torch.tensor([positions]), mask[None, None], torch.tensor([weights]))
 
 
 class Groups:

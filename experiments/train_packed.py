@@ -103,9 +103,9 @@ def loss_of(model: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, floa
     hidden = model.model(
         input_ids=packed.ids, position_ids=packed.positions, attention_mask=packed.mask, use_cache=False
     ).last_hidden_state[0]
-    where = packed.weights[0] > 0
-    ids, weights = packed.ids[0][where], packed.weights[0][where]
-    logits = model.lm_head(hidden[packed.previous[0][where]])
+    at = (packed.weights[0] > 0).nonzero()[:, 0]
+    ids, weights = packed.ids[0][at], packed.weights[0][at]
+    logits = model.lm_head(hidden[at - 1])
     losses = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
     right = (logits.argmax(-1) == ids)[weights == ACTION_WEIGHT].float().mean().item()
     return (losses * weights).sum() / weights.sum(), right
