@@ -10,12 +10,16 @@ Falsifier: agreement below 0.95 where full prefill is right; more than 0.02 lost
 query, or a fact and a rule that stand in the first and the last block. Each turn asks another query and pushes the memory one
 line further. Then a tool changes the fact of the last query, and every method of ``edits`` repairs the composed cache; the
 ``recompile`` arm compiles the changed block again and composes anew, which is in its tokens. What closes a loss across blocks
-is read off the composers' lines: the configuration lists them from the cheapest (``shift``) to those that recompute more.
+is read off the composers' lines: ``references`` runs the rows of the rule again, ``other_rows`` (its control) as many rows
+drawn among all others of the composition; both exist for facts that refer to each other only.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import field_validator
 
 from experiments.agent_cases import FULL, AgentConfig
 from experiments.agent_harness import equivalence, oracle_line
@@ -23,7 +27,8 @@ from experiments.edit_arms import Row
 from experiments.edit_harness import Line, Stage, Sums, main
 from experiments.memory_cases import Laid, Memory, Query, lay_out, memories
 from notelens.cache.rows import Rows
-from notelens.compose import Composed, Skill, compile_skill, compose
+from notelens.compose import Composed, Composer, References, Skill, compile_skill, compose
+from notelens.compose.references import rows_of
 from notelens.edits.context import EditableContext
 from notelens.edits.text import FieldText, Node
 from notelens.errors import ComposeError, ConfigError, EditError
@@ -35,6 +40,9 @@ METRICS = (
     "edited_correctness", "edit_tokens_share",
 )  # fmt: skip
 CONDITIONS = ("isolated", "neutral")
+OTHER_ROWS = "other_rows"
+NEEDS_LINE = ("references", OTHER_ROWS)
+"""Arms that exist where one fact refers to another."""
 
 
 class MemoryConfig(AgentConfig):
@@ -56,6 +64,14 @@ class MemoryConfig(AgentConfig):
     kinds_of_facts: tuple[Literal["independent", "cross"], ...] = ("independent", "cross")
     edits: tuple[str, ...] = ("stale", "in_place", "erratum", "field_erratum", "recompile")
     condition: Literal["isolated", "neutral"] = "isolated"
+
+    @field_validator("arms")
+    @classmethod
+    def _last_arm(cls, arms: tuple[str, ...]) -> tuple[str, ...]:
+        """What edits repair exists for every kind of facts."""
+        if arms[-1:] and arms[-1] in NEEDS_LINE:
+            raise ValueError(f"edits repair the last composer, which must not be {arms[-1]}; put seam@1 last")
+        return arms
 
 
 @dataclass(frozen=True)
@@ -93,10 +109,27 @@ class Blocks:
             self.known[ids] = compile_skill(self.model, ids, name=f"block{len(self.known)}", condition=self.condition)
         return self.known[ids]
 
-    def composed(self, laid: Laid, method: str) -> Composed:
-        """Head, blocks and tail."""
+    def composed(self, laid: Laid, method: str, line: str = "", seed: str = "") -> Composed:
+        """Head, blocks and tail.
+
+        Args:
+            laid: the prompt.
+            method: a composer, ``references`` to ``line`` (in the last block), or ``other_rows``.
+            line: the one that refers to another.
+            seed: of the other rows.
+        """
         head: list[Any] = [laid.head] if laid.head else []
-        return compose(self.model, [*head, *(self(b) for b in laid.blocks), laid.tail], method=method)
+        blocks = [self(b) for b in laid.blocks]
+        how: str | Composer = method
+        if method in NEEDS_LINE:
+            named = rows_of(self.model, blocks[-1], line)
+            how = References.at([(blocks[-1], named)])
+            if method == OTHER_ROWS:
+                every = [(i, r) for i, b in enumerate(blocks) for r in range(len(b))]
+                others = [(i, r) for i, r in every if i != len(blocks) - 1 or r not in named]
+                drawn = random.Random(f"other_rows/{seed}").sample(others, len(named))
+                how = References.at([(b, [r for j, r in drawn if j == i]) for i, b in enumerate(blocks)])
+        return compose(self.model, [*head, *blocks, laid.tail], method=how)
 
 
 def chosen(model: NoteModel, hidden: Any, laid: Laid, query: Query) -> str:
@@ -140,9 +173,12 @@ class MemoryExperiment:
                 "n_tokens": len(laid.ids),
             }
             for method in config.arms:
+                if method in NEEDS_LINE and query.other is None:
+                    continue
                 row: Row = {**where, "method": method, "excluded": None if oracle[-1] else "full prefill wrong"}
                 try:
-                    made = blocks.composed(laid, method)
+                    line = memory.facts[query.other] if query.other is not None else ""
+                    made = blocks.composed(laid, method, line, f"{memory.id}/{s}/{turn}")
                 except ComposeError as e:
                     rows.append({**row, "excluded": f"refused ({type(e).__name__})", "message": str(e)})
                     continue

@@ -12,7 +12,7 @@ from experiments.agent_harness import Starts, arm_rows, measure_session, policy_
 from experiments.edit_cases import instance_cases
 from experiments.edit_harness import Stage, run
 from experiments.horizon import Horizon
-from experiments.memory import MemoryConfig, MemoryExperiment, memory_cases
+from experiments.memory import Blocks, MemoryConfig, MemoryExperiment, memory_cases
 from experiments.memory_cases import lay_out, memories
 from experiments.organism_models import ARCHITECTURES, build
 from experiments.tau2_retail import Tau2Config, Tau2Retail, tau2_cases
@@ -257,6 +257,43 @@ def test_memory_runs_and_exact_arms_agree(organism: Any, tmp_path: Path) -> None
         MemoryConfig(name="t", model="x", n=1, arms=("full_prefill",))
     with pytest.raises(ValueError, match="baseline"):
         AgentConfig(name="t", model="x", n=1, arms=("full_prefill",))
+
+
+def test_rows_of_the_rule_are_run_again_where_it_refers(organism: Any) -> None:
+    """``references`` runs the rule's tokens, its control as many others; neither exists where nothing refers."""
+    config = MemoryConfig(
+        name="t", model="x", n=1, facts=8, filler=2, turns=2, places=("early",), blocks=(3,),
+        arms=("references", "other_rows", "shift"), kinds_of_facts=("independent", "cross"), edits=("stale",),
+    )  # fmt: skip
+    experiment = MemoryExperiment()
+    independent, cross = (
+        [
+            r
+            for r in experiment.measure(organism, config, stage, memory_cases(organism, config, stage)[0])
+            if r.get("turn") == 0
+        ]
+        for stage in experiment.stages(config)
+    )
+    assert {r["method"] for r in independent} == {"shift"}
+    tokens = {r["method"]: r["tokens"] for r in cross}
+    memory = memory_cases(organism, config, experiment.stages(config)[1])[0].memory
+    rule = len(organism.tokenizer.encode(memory.facts[-1], add_special_tokens=False))
+    assert tokens["references"] == tokens["other_rows"] == tokens["shift"] + rule
+    laid = lay_out(organism.tokenizer, memory, memory.queries[0], place="early", blocks=3)
+    blocks = Blocks(organism, "isolated")
+    made = {m: blocks.composed(laid, m, memory.facts[-1], "seed").cache for m in config.arms}
+    stop = len(laid.ids) - len(laid.tail)
+    changed = {
+        m: (made[m].values[0] - made["shift"].values[0], made[m].values[-1] - made["shift"].values[-1]) for m in made
+    }
+    rows = {m: set((last.abs().amax((0, 2)) > 1e-6).nonzero()[:, 0].tolist()) for m, (_, last) in changed.items()}
+    assert all(float(first.abs().max()) < 1e-5 for first, _ in changed.values()), "the first layer knows no context"
+    assert {r for r in rows["references"] if r < stop} == set(range(stop - rule, stop))
+    assert not set(range(stop - rule, stop)) & rows["other_rows"]
+    again = blocks.composed(laid, "other_rows", memory.facts[-1], "seed").cache
+    assert again.digest() == made["other_rows"].digest()
+    with pytest.raises(ValueError, match="must not be references"):
+        MemoryConfig(name="t", model="x", n=1, arms=("shift", "references"))
 
 
 # --- tau2 --------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,17 @@ from tests.contracts.models import note_model, random_hf, random_ids
 from tests.tiny import new_tokenizer, wrapped
 
 BEFORE, SKILL, AFTER = (list(random_ids(n, seed=s)) for n, s in ((7, 1), (11, 2), (4, 3)))
-METHODS = ("full_prefill", "no_shift", "shift", "seam@2", "epic@2", "cacheblend@0.5", "prefix_conditioned", "linked")
+METHODS = (
+    "full_prefill",
+    "no_shift",
+    "shift",
+    "seam@2",
+    "epic@2",
+    "cacheblend@0.5",
+    "prefix_conditioned",
+    "linked",
+    "references",
+)
 
 
 def other_table(scheme: str) -> tuple[Any, Skill, str]:

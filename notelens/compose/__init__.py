@@ -18,6 +18,7 @@ _LAZY = {
     "Link": "notelens.compose.link",
     "Calibration": "notelens.compose.link",
     "Linked": "notelens.compose.linked",
+    "References": "notelens.compose.references",
     "compare": "notelens.compose.fidelity",
     "first_token": "notelens.compose.timing",
 }
@@ -30,6 +31,7 @@ __all__ = [
     "Cost",
     "Link",
     "Linked",
+    "References",
     "Skill",
     "compare",
     "compile_skill",
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from notelens.compose.link import Link as Link
     from notelens.compose.link import fit_link as fit_link
     from notelens.compose.linked import Linked as Linked
+    from notelens.compose.references import References as References
     from notelens.compose.registry import COMPOSERS as COMPOSERS
     from notelens.compose.registry import composer as composer
     from notelens.compose.skill import Skill as Skill

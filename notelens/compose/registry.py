@@ -15,6 +15,7 @@ COMPOSERS: Registry[type[Composer]] = Registry(
         "cacheblend": "notelens.compose.cacheblend:CacheBlend",
         "prefix_conditioned": "notelens.compose.prefix_conditioned:PrefixConditioned",
         "linked": "notelens.compose.linked:Linked",
+        "references": "notelens.compose.references:References",
     },
 )
 

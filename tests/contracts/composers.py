@@ -8,7 +8,17 @@ import torch
 
 from notelens.cache.kv import KVCache
 from notelens.cache.ops import max_difference
-from notelens.compose import Calibration, Composer, Linked, Skill, compile_skill, compose, composer, fit_link
+from notelens.compose import (
+    Calibration,
+    Composer,
+    Linked,
+    References,
+    Skill,
+    compile_skill,
+    compose,
+    composer,
+    fit_link,
+)
 from notelens.errors import ComposeError
 from tests.contracts.entries import PAPER_REF
 from tests.contracts.models import random_ids
@@ -20,7 +30,9 @@ BEFORE, SKILL, OTHER, AFTER = (list(random_ids(n, seed=s)) for n, s in ((7, 1), 
 
 
 def built(name: str, model: Any, skills: Sequence[Skill]) -> Composer:
-    """The composer of that name, small enough for short chunks; 'linked' with links for the skills."""
+    """The composer of that name, small enough for short chunks; 'linked' with links, 'references' with rows of the skills."""
+    if name == "references":
+        return References.at([(skill, (1, len(skill) - 1)) for skill in skills])
     if name != "linked":
         return composer({"seam": "seam@2", "epic": "epic@2", "cacheblend": "cacheblend@0.3"}.get(name, name))
     calibrations = [Calibration([list(random_ids(5 + i % 3, seed=40 + i))], AFTER) for i in range(6)]
