@@ -128,8 +128,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "falcon_h1",
         "attention and a state-space mixer side by side",
         {
-            "mamba_d_ssm": 128,
-            "mamba_n_heads": 4,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 2,
             "mamba_d_head": 32,
             "mamba_d_state": 16,
             "mamba_n_groups": 1,
