@@ -10,7 +10,7 @@ import pytest
 from notelens.agents import EveryTurns, Never, OnDrift, Session, break_even
 from notelens.agents import prompt as live
 from notelens.cache.ops import max_difference
-from notelens.compose import compile_skill
+from notelens.compose import References, compile_skill
 from notelens.edits.context import EditableContext
 from notelens.errors import (
     AgentError,
@@ -147,6 +147,11 @@ def test_a_skill_is_spliced_and_edits_go_on(tiny: Any) -> None:
     assert len(session) == len(whole) + len(skill) + 2
     session.reanchor()
     assert session.exact and session.ask(answers=ANSWERS).answer == "deny"
+    named = References([(skill, ["w7 w8 ,"])], model=tiny)
+    other = Session(
+        tiny, parts, {"a": "f1", "t": "t1"}, request=REQUEST, rendering="raw", method="in_place", composer=named
+    )
+    assert other.report().turns[0].tokens_run == built.tokens_run + 3 and not other.exact
 
 
 def test_skills_that_do_not_fit_are_refused(tiny: Any) -> None:

@@ -45,7 +45,12 @@ def test_every_table_is_on_the_page_and_every_claim_is_about_a_column() -> None:
 
 def test_verdicts_follow_the_values() -> None:
     claim = mechanism.Claim("text", "field only", at_most=0.05)
-    cells = [cell("a", "t", 0.01), cell("b", "t", 0.3), cell("c", "t", None), cell("d", "t", 0.0, problem="incompetent")]
+    cells = [
+        cell("a", "t", 0.01),
+        cell("b", "t", 0.3),
+        cell("c", "t", None),
+        cell("d", "t", 0.0, problem="incompetent"),
+    ]
     shown = mechanism.section(topic(claims=(claim,)), cells)
     assert "met in 2 of 3 rows; not in b 0.300 (7)." in shown
     assert "| c | - |" in shown and "in part: d: incompetent" in shown

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from notelens.cache.rows import Rows
+from notelens.compose.base import Composer
 from notelens.compose.join import compose
 from notelens.compose.skill import Skill
 from notelens.edits.context import EditableContext
@@ -52,7 +53,7 @@ def build(
     text: FieldText,
     skills: Sequence[Skill] = (),
     *,
-    composer: str = "seam@4",
+    composer: str | Composer = "seam@4",
     record: bool = True,
 ) -> EditableContext:
     """Prefill a text, with compiled skills spliced in where their tokens stand.

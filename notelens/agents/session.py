@@ -19,6 +19,7 @@ from notelens.agents.accounts import Turn
 from notelens.agents.anchor import Policy
 from notelens.agents.core import Reply, SessionCore, State, Tool, ToolResult, leading, passed_ms
 from notelens.agents.prompt import Changed, advance, build, checked, fresh, with_log, with_request, with_values
+from notelens.compose.base import Composer
 from notelens.compose.skill import Skill
 from notelens.edits.context import EditableContext
 from notelens.edits.text import FieldText
@@ -41,7 +42,7 @@ class Session(SessionCore):
         system, rendering: as for :meth:`~notelens.edits.context.EditableContext.from_text`.
         method: edit method by name (``auto``, ``erratum``, ``selective@16``, ...; see ``notelens.edits.EDITS``).
         options: of the method.
-        composer: how skills are spliced.
+        composer: how skills are spliced, by name or as an object (:class:`notelens.compose.References`).
         reanchor: when to pay for a fresh prefill of the corrected prompt, see :mod:`notelens.agents.anchor`.
         tools: functions by name that :meth:`call` runs.
         record: keep which rows read which, as ``auto`` needs; by default where the method is ``auto``.
@@ -66,7 +67,7 @@ class Session(SessionCore):
         rendering: Rendering = "chat",
         method: str = "auto",
         options: Mapping[str, Any] | None = None,
-        composer: str = "seam@4",
+        composer: str | Composer = "seam@4",
         reanchor: Policy | None = None,
         tools: Mapping[str, Tool] | None = None,
         record: bool | None = None,
@@ -96,7 +97,7 @@ class Session(SessionCore):
         method: str = "auto",
         options: Mapping[str, Any] | None = None,
         skills: Sequence[Skill] = (),
-        composer: str = "seam@4",
+        composer: str | Composer = "seam@4",
         reanchor: Policy | None = None,
         tools: Mapping[str, Tool] | None = None,
         record: bool | None = None,
