@@ -10,7 +10,7 @@ number and no verdict on it is typed by hand. Imports no torch.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 
 from notelens.errors import InputError, NotelensError
 from notelens.report.pages import page_command
+from notelens.report.select_sweep import Cell, Measure, find
 from notelens.runs.files import write_atomic
 from notelens.runs.sweep_tables import load_cells
 from notelens.runs.tables import DIRECTIONS
@@ -53,24 +54,6 @@ run configs/paper/NAME.yaml` measures a table again.
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column: the first pooled row of a metric with these parameters."""
-
-    title: str
-    experiment: str
-    metric: str
-    params: Mapping[str, Any]
-
-    def of(self, rows: Iterable[Row]) -> Row | None:
-        """Its row among those of a cell."""
-        for row in rows:
-            named = (row["experiment"], row["metric"]) == (self.experiment, self.metric)
-            if named and self.params.items() <= row["params"].items():
-                return row
-        return None
-
-
-@dataclass(frozen=True)
 class Claim:
     """What is held against a column.
 
@@ -99,7 +82,7 @@ class Topic:
     sweep: str
     title: str
     question: str
-    columns: tuple[Column, ...]
+    columns: tuple[Measure, ...]
     claims: tuple[Claim, ...] = field(default=())
 
     @property
@@ -113,7 +96,7 @@ def topics(path: Path = ASKED) -> list[Topic]:
     given = yaml.safe_load(path.read_text(encoding="utf-8"))["topics"]
     return [
         Topic(
-            t["sweep"], t["title"], t["question"], tuple(Column(*c) for c in t["columns"]),
+            t["sweep"], t["title"], t["question"], tuple(Measure(*c) for c in t["columns"]),
             tuple(Claim(**c) for c in t.get("claims", ())),
         )
         for t in given
@@ -136,7 +119,8 @@ def keep(folder: Path, asked: Sequence[Topic]) -> Path:
         if not cell.rows and cell.problem is None:
             raise InputError(f"{folder}: cell {cell.entry.key} is not finished; run the sweep to its end first")
         pooled = [r for r in cell.rows if r["method"] not in DIRECTIONS]
-        found = [row for c in topic.columns if (row := c.of(pooled)) is not None]
+        own = Cell(cell.entry.key, tuple(pooled))
+        found = [row for c in topic.columns if (row := find(own, c)) is not None]
         entry = cell.entry
         kept.append({
             "model": entry.model, "task": entry.task, "seed": entry.seed, "problem": cell.problem,
@@ -171,16 +155,18 @@ def section(topic: Topic, cells: Sequence[Row]) -> str:
     lines = [f"\n## {topic.title}\n", topic.question.strip() + "\n"]
     lines += [f"| | {' | '.join(c.title for c in topic.columns)} |", "| --- " * (len(topic.columns) + 1) + "|"]
     for name, cell in zip(names, cells, strict=True):
-        shown = " | ".join(number(c.of(cell["rows"])) for c in topic.columns)
+        shown = " | ".join(number(_row(c, cell)) for c in topic.columns)
         lines.append(f"| {name} | {shown} |")
     by_title = {c.title: c for c in topic.columns}
     for claim in topic.claims:
-        told = list[str]()
-        for name, cell in zip(names, cells, strict=True):
-            row = by_title[claim.column].of(cell["rows"])
-            if claim.where in name and row is not None and row["value"] is not None and not claim.met(row["value"]):
-                told.append(f"{name} {number(row)}")
-        about = [n for n, c in zip(names, cells, strict=True) if claim.where in n and _has(by_title[claim.column], c)]
+        about = [
+            (name, row)
+            for name, cell in zip(names, cells, strict=True)
+            if claim.where in name
+            and (row := _row(by_title[claim.column], cell)) is not None
+            and row["value"] is not None
+        ]
+        told = [f"{name} {number(row)}" for name, row in about if not claim.met(row["value"])]
         bound = f"at least {claim.at_least:g}" if claim.at_least is not None else f"at most {claim.at_most:g}"
         verdict = f"met in {len(about) - len(told)} of {len(about)} rows"
         lines.append(
@@ -193,9 +179,8 @@ def section(topic: Topic, cells: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _has(column: Column, cell: Row) -> bool:
-    row = column.of(cell["rows"])
-    return row is not None and row["value"] is not None
+def _row(column: Measure, cell: Row) -> Row | None:
+    return find(Cell(cell["model"], tuple(cell["rows"])), column)
 
 
 def page(asked: Sequence[Topic], tables: Mapping[str, Sequence[Row]]) -> str:

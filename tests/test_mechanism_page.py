@@ -20,7 +20,7 @@ def cell(model: str, task: str, value: float | None, **also: Any) -> dict[str, A
 
 
 def topic(**also: Any) -> Any:
-    columns = (mechanism.Column("field only", "locality", "field_only_recovery", {}),)
+    columns = (mechanism.Measure("field only", "locality", "field_only_recovery", {}),)
     return mechanism.Topic("s", "Title", "Question?", columns, **also)
 
 
@@ -40,7 +40,7 @@ def test_every_table_is_on_the_page_and_every_claim_is_about_a_column() -> None:
     for t in asked:
         if t.path.is_file():  # a column that no cell has is a misspelt metric
             cells = json.loads(t.path.read_text(encoding="utf-8"))
-            assert cells and all(any(c.of(x["rows"]) is not None for x in cells) for c in t.columns), t.sweep
+            assert cells and all(any(mechanism._row(c, x) is not None for x in cells) for c in t.columns), t.sweep
 
 
 def test_verdicts_follow_the_values() -> None:
