@@ -31,8 +31,10 @@ from experiments.organism_data import (
     BOTH,
     FIRST,
     FULL,
+    LINES,
     NOTES_FREE,
     ORDERS,
+    RULES,
     TURNS,
     Batch,
     Mix,
@@ -127,6 +129,7 @@ PLANS = {
         Stage(800, BARE, until=0.97, fresh=True),
         Stage(800, ORDERS, until=0.95, fresh=True),
         Stage(800, BOTH, until=0.95, fresh=True),
+        *(Stage(500, mix, until=0.95, fresh=True, rate=0.3) for mix in (LINES, RULES)),
         *(replace(stage, fresh=True, rate=0.3) for stage in LONG_PROMPTS),
     ),
     "inherited": (
