@@ -11,7 +11,7 @@ import pytest
 
 from notelens.errors import InputError
 from notelens.report.dots import Dot, Panel, draw_dots
-from notelens.report.experiments import EXPERIMENTS, HEADLINES, KINDS, PLACES, draw_experiment
+from notelens.report.experiments import COMPETENCE, EXPERIMENTS, HEADLINES, KINDS, PLACES, draw_experiment
 from notelens.report.select_sweep import Cell, Measure, dot_panels, find, read_cells, share_panels
 from notelens.runs import runner
 from notelens.runs.sweep import run_sweep
@@ -98,6 +98,8 @@ def test_what_is_drawn_is_what_was_measured(swept: Path) -> None:
     assert [d.value for d in panels["downstream"].dots] == pytest.approx([1, 0], abs=1e-3)
     low, high = panels["downstream"].reference or (0, 0)
     assert 0.9 < low <= high < 1.2  # of the paper's models
+    (competence,) = dot_panels(cells, [COMPETENCE])
+    assert competence.reference is None and [d.value for d in competence.dots] == pytest.approx([1, 1])
     for entry in load_cells(swept)[1]:
         rows = [r for r in entry.rows if r["metric"] == "notes_recovery" and r["method"] == "both"]
         assert rows[0]["value"] == find(cells[NAMES.index(_name(entry))], HEADLINES[3])["value"]  # type: ignore[index]

@@ -37,16 +37,16 @@ HEADLINES = (
     Measure("placebo", "placebo", "recovery", {"donor": "other_filler"}),
 )
 COMPETENCE = Measure("competence", "locality", "competence", {})
-KINDS = (
-    COMPETENCE,
-    *HEADLINES[:4],
+LAST_TENTH = Measure("last tenth of rows", "suffix_concentration", "suffix_recovery", {"at_fraction": 0.1})
+DELIMITERS = (
     Measure("delimiters' share", "token_stats", "delimiter_mass", {}),
     Measure("their base rate", "token_stats", "delimiter_base_rate", {}),
 )
+KINDS = (COMPETENCE, *HEADLINES[:4], *DELIMITERS)
 PLACES = (
     COMPETENCE,
     *HEADLINES[:2],
-    Measure("last tenth of rows", "suffix_concentration", "suffix_recovery", {"at_fraction": 0.1}),
+    LAST_TENTH,
     Measure("follow rate", "injection", "follow_rate", {}),
     Measure("follow rate, 1 note", "injection", "follow_rate", {"dose": 1, "order": "ranked"}),
     Measure("follow rate, 4 notes", "injection", "follow_rate", {"dose": 4, "order": "ranked"}),
@@ -142,7 +142,7 @@ def _false_effects(folder: Path) -> Figure:
 EXPERIMENTS: Mapping[str, Callable[[Path], Figure]] = {
     "cross_family": _dots("Headline metrics over families", HEADLINES),
     "off_template": _dots("Other kinds of prompts", KINDS),
-    "lookup": _dots("Looking up against deciding", KINDS),
+    "lookup": _dots("Looking up against deciding", (COMPETENCE, *HEADLINES[:2], LAST_TENTH, *DELIMITERS)),
     "scale": _dots("Where do notes begin? Widths and depths of one family", (COMPETENCE, *HEADLINES[:9])),
     "dose": _dots("Place of the field, number of notes", PLACES),
     "suffix": _suffix,

@@ -82,7 +82,10 @@ def find(cell: Cell, m: Measure) -> Line | None:
 
 
 def dot_panels(cells: Sequence[Cell], measures: Sequence[Measure]) -> list[Panel]:
-    """One panel for each measure that any cell has, with the range over the paper's models."""
+    """One panel for each measure that any cell has, with the range over the paper's models.
+
+    Competence has no such range: how often a model is right is a property of that model.
+    """
     panels: list[Panel] = []
     for m in measures:
         found = [(i, find(c, m)) for i, c in enumerate(cells)]
@@ -91,7 +94,8 @@ def dot_panels(cells: Sequence[Cell], measures: Sequence[Measure]) -> list[Panel
         dots = tuple(
             Dot(i, 0, None) if line is None else Dot(i, 0, line["value"], line["lo"], line["hi"]) for i, line in found
         )
-        paper = [r.value for r in reference_rows(m.experiment, m.metric, _paper(m.params)) if r.unusable is None]
+        known = [] if m.metric == "competence" else reference_rows(m.experiment, m.metric, _paper(m.params))
+        paper = [r.value for r in known if r.unusable is None]
         panels.append(Panel(m.title, dots, m.low, m.high, (min(paper), max(paper)) if paper else None))
     return panels
 
