@@ -67,8 +67,8 @@ FIRST = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True, n
 BARE = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.0, 0, 0, bare=True)
 ORDERS = Mix({"gated": 0.9, "lookup": 0.1}, {"act": 1.0}, 0.6, 0, 0, bare=True)
 BOTH = Mix({"gated": 0.6, "update": 0.3, "lookup": 0.1}, {"act": 1.0}, 0.4, 0, 1, bare=True)
-LINES = replace(BOTH, bare=False, lines=3)
-RULES = replace(LINES, rules=1, record=0.1)
+AHEAD = replace(BARE, kinds={"gated": 0.8, "lookup": 0.2}, bare=False, lines=4, rules=1, record=0.1)
+EITHER = replace(AHEAD, rule_first=0.5)
 TURNS = Mix(
     {"gated": 0.6, "update": 0.25, "lookup": 0.15},
     {"act": 0.8, "think": 0.1, "call": 0.1},
