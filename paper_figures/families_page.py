@@ -83,14 +83,18 @@ def cell(value: Row | None) -> str:
 def families(rows: Sequence[Row]) -> list[str]:
     """Measured rows, and the range of the paper's models."""
     lines = [f"| model | {' | '.join(COLUMNS.values())} | n |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    missing: list[str] = []
     for row in rows:
-        if row["source"] == "measured":
+        if row["source"] == "measured" and all(row[c] is None for c in COLUMNS):
+            missing.append(row["model"])
+        elif row["source"] == "measured":
             ns = [row[c]["n"] for c in COLUMNS if row[c] is not None]
             n = f"{min(ns)} to {max(ns)}"
             lines.append(f"| {row['model']} | {' | '.join(cell(row[c]) for c in COLUMNS)} | {n} |")
     paper = next(r for r in rows if r["source"] != "measured" and r["model"] == "range")
     shown = [str((paper[c] or {}).get("paper") or "") for c in COLUMNS]
-    return [*lines, f"| the paper's models | {' | '.join(shown)} | |"]
+    lines.append(f"| the paper's models | {' | '.join(shown)} | |")
+    return [*lines, "", f"In the configuration but not there to be measured: {', '.join(missing)}."] if missing else lines
 
 
 def blinded(record: Row) -> list[str]:

@@ -39,6 +39,14 @@ def test_what_could_not_be_measured_is_no_number() -> None:
     assert families_page.cell({"value": -0.0001, "lo": -0.0004, "hi": 0.2, "n": 3}) == "0.000 [0.000, 0.200]"
 
 
+def test_a_model_that_was_not_there_is_named_and_has_no_row() -> None:
+    table, _ = tables()
+    absent = {**{k: None for k in table[0]}, "source": "measured", "model": "organism-absent"}
+    lines = families_page.families([absent, *table])
+    assert "not there to be measured: organism-absent" in lines[-1]
+    assert not any(line.startswith("| organism-absent") for line in lines)
+
+
 def test_what_the_page_says_in_words_holds_in_its_tables() -> None:
     table, record = tables()
     rows = {r["model"]: r for r in table if r["source"] == "measured"}
