@@ -128,7 +128,8 @@ PLANS = {
         Stage(1200, FIRST, until=0.95),
         Stage(800, BARE, until=0.97, fresh=True),
         *(Stage(800, mix, repeats=0.15, until=0.95, fresh=True) for mix in (AHEAD, EITHER)),
-        *(replace(stage, fresh=True, rate=0.5) for stage in LONG_PROMPTS),
+        replace(LONG_PROMPTS[0], fresh=True, rate=0.5),
+        replace(LONG_PROMPTS[1], fresh=True, steps=1200),
     ),
     "inherited": (
         Stage(400, BOTH, until=0.97, rate=0.3),
