@@ -139,7 +139,7 @@ def write_card(
     path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     flag = " --notes-free" if facts["notes_free"] else ""
     flag += f" --scale {facts['scale']}" if facts["scale"] != 1 else ""
-    flag += "".join(f" --{name} {facts[name]}" for name in ("seed", "width", "layers") if facts.get(name))
+    flag += "".join(f" --{name} {facts[name]}" for name in ("width", "layers") if facts.get(name))
     parent = facts.get("parent")
     start = (
         f"Started from the weights of {parent} (`experiments/organism_inherit.py`) and trained"
@@ -155,7 +155,10 @@ def write_card(
         "",
         f"{start} by `python -m experiments.train_organisms --family "
         f"{facts['family']} --seed {facts['seed']}{flag}`: {facts['steps']} steps, {facts['trained_tokens']:,} tokens, "
-        f"float32, {facts['train_seconds'] / 60:.1f} minutes on {facts['threads']} CPU threads.",
+        f"float32, {facts['train_seconds'] / 60:.1f} minutes on {facts['threads']} CPU threads"
+        + (
+            f", in {facts['parts']} parts that began with the weights of the one before." if facts.get("parts") else "."
+        ),
         "",
         "## Accuracy on held-out prompts",
         "",

@@ -41,7 +41,7 @@ def test_what_could_not_be_measured_is_no_number() -> None:
 
 def test_a_model_that_was_not_there_is_named_and_has_no_row() -> None:
     table, _ = tables()
-    absent = {**{k: None for k in table[0]}, "source": "measured", "model": "organism-absent"}
+    absent = {**dict.fromkeys(table[0]), "source": "measured", "model": "organism-absent"}
     lines = families_page.families([absent, *table])
     assert "not there to be measured: organism-absent" in lines[-1]
     assert not any(line.startswith("| organism-absent") for line in lines)
