@@ -9,6 +9,7 @@ from tests.scripts import FIGURES, load_script
 
 TABLES = FIGURES / "tables"
 CONTROL = "organism-qwen3-notes-free"
+SCRATCH = ("organism-qwen3", "organism-qwen3_moe", "organism-gemma3")
 families_page: Any = load_script("families_page")
 
 
@@ -51,10 +52,19 @@ def test_what_the_page_says_in_words_holds_in_its_tables() -> None:
     table, record = tables()
     rows = {r["model"]: r for r in table if r["source"] == "measured"}
     control = rows.pop(CONTROL)
+    seeds = [rows.pop(f"organism-{name}-seed1") for name in ("qwen3", "llama")]
+    rows = {k: r for k, r in rows.items() if r["field_only"] is not None}
     assert len(rows) >= 7
     for row in rows.values():
         assert max(abs(row["field_only"][k]) for k in ("value", "lo", "hi")) <= 0.05 and row["downstream"]["lo"] >= 0.95
         assert row["top8"]["lo"] > row["random8"]["hi"] + 0.3 and row["follow_rate"]["value"] == 1.0
+    for seed in seeds:
+        assert 0.05 < seed["field_only"]["lo"] and seed["field_only"]["value"] < 0.15
+        assert seed["trigger_only"]["value"] <= 0.06 and seed["notes"]["value"] >= 0.94
+        assert all(r["notes"]["hi"] < seed["notes"]["value"] for k, r in rows.items() if k in SCRATCH)
+    assert rows["smollm2"]["trigger_only"]["lo"] > 0.8 and rows["smollm2"]["notes"]["hi"] < 0.2
+    hybrid = rows["organism-falcon_h1"]
+    assert hybrid["placebo"] is None and hybrid["downstream"]["lo"] >= 0.99
     assert control["field_only"]["lo"] >= 0.95 and abs(control["downstream"]["lo"]) <= 0.05
     assert control["notes"]["lo"] > 0.3 and control["follow_rate"]["value"] == 0.0
     for arm in record["arms"]:
