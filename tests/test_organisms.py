@@ -310,6 +310,9 @@ class TestCard:
 OWN_VALUES = ("organism-qwen3-notes-free", "organism-qwen3-seed1", "organism-llama-seed1")
 """Organisms that decide for values of their training only; every configuration asks them about new combinations of these."""
 
+SIZES = ("organism-qwen3-w128-l2",)
+"""Organisms for the question which size can decide at all; that one cannot is an answer."""
+
 
 class TestShipped:
     def test_size(self) -> None:
@@ -336,6 +339,8 @@ class TestShipped:
         wanted = [tuple(cell[k] for k in ("kind", "form", "mode", "order", "split", "filler"))]
         found = measure(model.hf, model.tokenizer, wanted, cell["n"], card["training"]["seed"])  # pyright: ignore[reportArgumentType]
         assert abs(found[0].right - cell["right"]) <= 1  # another machine may round one prompt differently
+        if name in SIZES:
+            return
         direct = [
             c
             for c in card["accuracy"]
