@@ -104,7 +104,9 @@ def families(rows: Sequence[Row]) -> list[str]:
     paper = next(r for r in rows if r["source"] != "measured" and r["model"] == "range")
     shown = [str((paper[c] or {}).get("paper") or "") for c in COLUMNS]
     lines.append(f"| the paper's models | {' | '.join(shown)} | |")
-    return [*lines, "", f"In the configuration but not there to be measured: {', '.join(missing)}."] if missing else lines
+    return (
+        [*lines, "", f"In the configuration but not there to be measured: {', '.join(missing)}."] if missing else lines
+    )
 
 
 def blinded(record: Row) -> list[str]:
