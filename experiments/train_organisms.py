@@ -337,6 +337,17 @@ def organism_name(family: str, notes_free: bool, seed: int, width: int | None, l
     return "-".join([*parts, *([f"seed{seed}"] if seed else [])])
 
 
+def plan_of(
+    family: str, parent: str | None, notes_free: bool, seed: int, width: int | None, layers: int | None
+) -> tuple[Stage, ...]:
+    """Stages of an organism; see :data:`PLANS`."""
+    if notes_free:
+        return NOTES_FREE_PLAN
+    if parent:
+        return PLANS["inherited"]
+    return PLANS["gentle" if seed or width or layers else ARCHITECTURES[family].plan]
+
+
 def main(
     family: Annotated[str, typer.Option(help=f"one of {', '.join(ARCHITECTURES)}")] = "qwen3",
     seed: int = 0,
@@ -360,8 +371,7 @@ def main(
     architecture = ARCHITECTURES[family]
     parent = None if notes_free or width or layers else architecture.parent
     parent = parent and (f"{parent}-seed{seed}" if seed else parent)
-    first = architecture.plan if not seed and not width and not layers else "gentle"
-    whole = NOTES_FREE_PLAN if notes_free else PLANS["inherited" if parent else first]
+    whole = plan_of(family, parent, notes_free, seed, width, layers)
     plan = tuple(replace(s, steps=max(1, round(s.steps * scale))) for s in whole)
     torch.manual_seed(seed)
     config = architecture.config(len(organism_tokenizer()), width, layers)

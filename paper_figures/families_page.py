@@ -51,9 +51,9 @@ How to read it:
 - **False notes** (`follow rate`): decisions that follow injected rows of the other value, in both directions.
 - **Another seed is another model.** `qwen3-seed1` also had another curriculum (with that of the first seed it did not learn the
   task: `experiments/train_organisms.py`), and it decides only for values of its training, so it is asked about new
-  combinations. A tenth of its decision is read from the field, and hardly any of the rest sits on the rule's changed word:
-  `trigger only` and `notes` are those of the paper, which no first seed comes to. Where the notes are is not a matter of the
-  architecture alone.
+  combinations. More than a tenth of its decision is read from the field, and hardly any of the rest sits on the rule's changed
+  word: `trigger only` and `notes` are nearer to the paper's 0 and 1 than those of any first seed trained from scratch but
+  Gemma-3's `trigger only`. Where the notes are is not a matter of the architecture alone.
 - `smollm2` is the embedded real model with its adapter. Its conclusion sits on the changed words of the rule: `trigger only` is
   most of it, and what follows these words hardly any.
 - `falcon_h1` carries a recurrent state beside the rows. Swapping rows leaves that state alone and still moves the whole

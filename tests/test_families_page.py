@@ -61,7 +61,10 @@ def test_what_the_page_says_in_words_holds_in_its_tables() -> None:
     for seed in seeds:
         assert seed["field_only"]["lo"] > 0.05 and seed["field_only"]["value"] < 0.15
         assert seed["trigger_only"]["value"] <= 0.06 and seed["notes"]["value"] >= 0.94
-        assert all(r["notes"]["hi"] < seed["notes"]["value"] for k, r in rows.items() if k in SCRATCH)
+        first = {k: r for k, r in rows.items() if k in SCRATCH}
+        assert len(first) == 3 and all(r["notes"]["hi"] < seed["notes"]["value"] for r in first.values())
+        nearer = {k for k, r in first.items() if r["trigger_only"]["value"] < seed["trigger_only"]["value"]}
+        assert nearer == {"organism-gemma3"}
     assert rows["smollm2"]["trigger_only"]["lo"] > 0.8 and rows["smollm2"]["notes"]["hi"] < 0.2
     hybrid = rows["organism-falcon_h1"]
     assert hybrid["placebo"] is None and hybrid["downstream"]["lo"] >= 0.99

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,24 @@ def test_a_sweep_that_the_page_does_not_know_is_refused(tmp_path: Path, capsys: 
     assert "error:" in capsys.readouterr().err
     with pytest.raises(InputError):
         mechanism.keep(tmp_path, [topic()])
+
+
+def test_what_is_kept_of_a_sweep_is_its_pooled_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {**cell("m", "t", 0.2)["rows"][0], "method": "both", "reasons": {}}
+    single, other = {**line, "method": "noising", "value": 0.9}, {**line, "metric": "competence"}
+    entry = SimpleNamespace(model="m", task="t", seed=3, key="m/t/seed-3")
+    found = SimpleNamespace(entry=entry, rows=(single, other, line), problem=None)
+    monkeypatch.setattr(mechanism, "TABLES", tmp_path)
+    monkeypatch.setattr(mechanism, "load_cells", lambda _: (SimpleNamespace(name="s"), (found,)))
+    (kept,) = json.loads(mechanism.keep(tmp_path, [topic()]).read_text(encoding="utf-8"))
+    assert (kept["model"], kept["task"], kept["seed"], kept["problem"]) == ("m", "t", 3, None)
+    (row,) = kept["rows"]
+    assert row["value"] == 0.2 and row["metric"] == "field_only_recovery" and "reasons" not in row
+    found.rows = ()
+    with pytest.raises(InputError, match="not finished"):
+        mechanism.keep(tmp_path, [topic()])
+    with pytest.raises(InputError, match="no topic"):
+        mechanism.keep(tmp_path, [])
 
 
 def test_numbers() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import notelens
 from experiments.organism_card import Cell, claims, measure, pooled
@@ -29,7 +30,20 @@ from experiments.organism_data import (
 from experiments.organism_models import ARCHITECTURES, MAX_PARAMETERS, SHARED, build
 from experiments.organism_optim import SCORES_GAIN, grouped
 from experiments.organism_split import split_batch
-from experiments.train_organisms import ADAM_RATE, MUON_RATE, WARM_UP, Source, Stage, losses, optimisation, save, train
+from experiments.train_organisms import (
+    ADAM_RATE,
+    MUON_RATE,
+    NOTES_FREE_PLAN,
+    PLANS,
+    WARM_UP,
+    Source,
+    Stage,
+    losses,
+    optimisation,
+    plan_of,
+    save,
+    train,
+)
 from notelens.cache.ops import replace_rows
 from notelens.errors import InputError, UnsupportedModelError
 from notelens.models import FAMILIES
@@ -314,6 +328,24 @@ SIZES = ("organism-qwen3-w128-l2",)
 """Organisms for the question which size can decide at all; that one cannot is an answer."""
 
 
+def test_which_plan_an_organism_goes_by() -> None:
+    def plan(family: str = "qwen3", parent: str | None = None, free: bool = False, seed: int = 0, **size: int) -> Any:
+        return plan_of(family, parent, free, seed, size.get("width"), size.get("layers"))
+
+    assert plan() is PLANS["short"] and plan("gemma3_text") is PLANS["stepwise"]
+    assert plan(seed=1) is plan(width=64) is plan(layers=2) is plan("gemma3_text", seed=2) is PLANS["gentle"]
+    assert plan("llama", "organism-qwen3") is plan("llama", "organism-qwen3-seed1", seed=1) is PLANS["inherited"]
+    assert plan(free=True, seed=1) is NOTES_FREE_PLAN
+
+
+def test_organisms_that_know_their_own_values_are_asked_about_these() -> None:
+    sweep = yaml.safe_load((Path(__file__).parents[1] / "configs/paper/cross_family.yaml").read_text(encoding="utf-8"))[
+        "sweep"
+    ]
+    asked = {m["name"]: m["task"]["params"] for m in sweep["models"] if isinstance(m, dict)}
+    assert all(asked[name] == {"split": "combos"} for name in OWN_VALUES)
+
+
 class TestShipped:
     def test_size(self) -> None:
         assert SHIPPED
@@ -340,6 +372,7 @@ class TestShipped:
         found = measure(model.hf, model.tokenizer, wanted, cell["n"], card["training"]["seed"])  # pyright: ignore[reportArgumentType]
         assert abs(found[0].right - cell["right"]) <= 1  # another machine may round one prompt differently
         if name in SIZES:
+            assert not any(claim.startswith("gated") for claim in card["claims"])
             return
         direct = [
             c
