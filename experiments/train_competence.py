@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +27,7 @@ from experiments.competence_data import (
     ACTION_WEIGHT,
     DISTRACTOR_SHARE,
     KINDS,
-    LEGS,
-    LONG_TOKENS,
+    RECIPES,
     Example,
     heldout_examples,
     training_batches,
@@ -55,9 +54,21 @@ def padded(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def supervised_logits(model: Any, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Logits that predict the tokens at ``where`` ([batch, pos], true where supervised); no other row of the head."""
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    return model.lm_head(hidden[:, :-1][where[:, 1:]])
+    """Logits that predict the tokens at ``where`` ([batch, pos], true where supervised); no other row of the head.
+
+    Below the head products are in bfloat16 where a model is stored so (:func:`halve_`).
+    """
+    half = any(p.dtype == torch.bfloat16 for p in model.parameters())
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, :-1][where[:, 1:]].float())
+
+
+def halve_(model: Any) -> None:
+    """Store the frozen projections as bfloat16, in which they are multiplied; everything else stays float32."""
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in PROJECTIONS:
+            module.weight.data = module.weight.data.to(torch.bfloat16)
 
 
 @torch.no_grad()
@@ -109,11 +120,12 @@ def load_adapter_(peft_model: Any, path: Path) -> None:
 
 def train(
     model: str, seed: int, out: Path, checkpoint_dir: Path | None, every: int, begin: tuple[int, Path, float] | None,
-    trial: int | None = None,
+    trial: int | None = None, half: bool = False,
 ) -> tuple[Path, dict[str, Any]]:  # fmt: skip
     """Train and save; returns the adapter's path and its metadata.
 
     Args:
+        half: multiply in bfloat16 below the head; the adapter's own parameters stay float32.
         trial: so many steps in all, to see that it works.
         begin: leg to begin with, the adapter that the leg before it ended with, and the seconds spent so far.
     """
@@ -122,11 +134,14 @@ def train(
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     splits = {s: [f.name for f in load_families() if f.split == s] for s in ("train", "eval")}
     started = time.perf_counter()
-    legs = [training_batches(tokenizer, seed, leg, trial) for leg in range(len(LEGS) if trial is None else 1)]
+    recipe = RECIPES[model]
+    n_legs = len(recipe.legs) if trial is None else 1
+    legs = [training_batches(tokenizer, seed, recipe, leg, trial) for leg in range(n_legs)]
     meta: dict[str, Any] = {
         "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(map(len, legs)),
         "prompts": sum(len(b) for leg in legs for b in leg),
-        "learning_rate": LEARNING_RATE, "model": model, "base_sha256": EMBEDDED[model].sha256,
+        "learning_rate": LEARNING_RATE, "model": model, "dtype": "bfloat16" if half else "float32",
+        "threads": torch.get_num_threads(), "base_sha256": EMBEDDED[model].sha256,
         "train_families": splits["train"], "eval_families": splits["eval"],
         "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
         "data_sha256": hashlib.sha256(repr([[[e.ids for e in b] for b in leg] for leg in legs]).encode()).hexdigest(),
@@ -134,6 +149,8 @@ def train(
     }  # fmt: skip
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=PROJECTIONS, bias="none")
     torch.manual_seed(seed)
+    if half:
+        halve_(base)
     peft_model = get_peft_model(base, config)
     path = out / EMBEDDED[model].adapter_file
     spent = 0.0
@@ -203,43 +220,56 @@ def optimise(
             save_adapter(peft_model, checkpoint_dir / f"{name.replace(chr(32), chr(45))}-step{step}.safetensors", meta)
 
 
-def evaluate(model: str, path: Path, seed: int, n: int) -> dict[str, tuple[float, int]]:
-    """Held-out accuracy of the saved file merged into a fresh base model, by form, kind and order."""
+def evaluate(model: str, path: Path, seed: int, n: int) -> list[dict[str, Any]]:
+    """Held-out accuracy of the saved file merged into a fresh base model: by form, kind and order; long ones by kind and order.
+
+    There are a third as many long prompts as others of a form.
+    """
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     merge_adapter_(base, path)
-    examples = heldout_examples(tokenizer, seed, n, ("value_first", "rule_first"))
-    return accuracy(base, examples, ["kind", "form", "order"])
+    recipe, orders = RECIPES[model], ("value_first", "rule_first")
+    asked = [(None, heldout_examples(tokenizer, seed, n, orders), ("kind", "form", "order"))]
+    if recipe.ask_long:
+        long = heldout_examples(tokenizer, seed, max(1, n // 3), orders, recipe.long_tokens, ("direct", "update"))
+        asked.append((recipe.long_tokens, [replace(e, form="all") for e in long], ("kind", "form", "order")))
+    rows: list[dict[str, Any]] = []
+    for tokens, examples, keys in asked:
+        for key, (value, count) in accuracy(base, examples, keys).items():
+            mode, form, order = key.split()
+            rows.append({"mode": mode, "form": form, "order": order, "accuracy": value, "n": count})
+            rows[-1] |= {"tokens": tokens} if tokens else {}
+    rows.sort(
+        key=lambda r: (r.get("tokens", 0), list(KINDS).index(r["mode"]), (*FORMS, "all").index(r["form"]), r["order"])
+    )
+    return rows
 
 
 def _weights(weights: dict[str, float]) -> str:
     return ", ".join(f"{k} {v:.0%}" for k, v in weights.items())
 
 
-def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, int]]) -> None:
+def write_card(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Card beside the adapter, for people (Markdown) and for programs (JSON)."""
-    rows = [
-        {"mode": k.split()[0], "form": k.split()[1], "order": k.split()[2], "accuracy": a, "n": n}
-        for k, (a, n) in cells.items()
-    ]
-    mix = {"legs": [[asdict(phase) for phase in leg] for leg in LEGS], "distractor_updates": DISTRACTOR_SHARE}
+    recipe = RECIPES[meta["model"]]
+    mix = {**asdict(recipe), "distractor_updates": DISTRACTOR_SHARE}
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     card = {**meta, "sha256": sha, "mix": mix, "heldout": rows}
     path.with_suffix(".json").write_text(json.dumps(card, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    short = [r for r in rows if "tokens" not in r]
     by_mode = {
-        m: sum(r["accuracy"] * r["n"] for r in rows if r["mode"] == m) / sum(r["n"] for r in rows if r["mode"] == m)
+        m: sum(r["accuracy"] * r["n"] for r in short if r["mode"] == m) / sum(r["n"] for r in short if r["mode"] == m)
         for m in KINDS
     }
+    tokens = [f", {r['tokens']} tokens" if "tokens" in r else "" for r in rows]
     table = "\n".join(
-        f"| {r['mode']} | {r['form']} | {r['order']} | {r['accuracy']:.3f} | {r['n']} |"
-        for r in sorted(
-            rows, key=lambda r: (list(KINDS).index(str(r["mode"])), FORMS.index(str(r["form"])), r["order"])
-        )
+        f"| {r['mode']} | {r['form']}{length} | {r['order']} | {r['accuracy']:.3f} | {r['n']} |"
+        for r, length in zip(rows, tokens, strict=True)
     )
     phases = "\n".join(
         f"  - {p.steps} steps of {p.batch}: {_weights(p.kinds)}; {_weights(p.forms)}; field before rule {p.value_first:.0%}; "
         f"0 to {p.lines} filler lines; words of no family {p.free_words:.0%}; plain {p.plain:.0%} of direct; about "
-        f"{LONG_TOKENS} tokens {p.long:.0%}."
-        for leg in LEGS
+        f"{recipe.long_tokens} tokens {p.long:.0%} of batches."
+        for leg in recipe.legs
         for p in leg
     )
     apart = (
@@ -247,16 +277,17 @@ def write_card(path: Path, meta: dict[str, Any], cells: dict[str, tuple[float, i
         if meta["began_with_leg"]
         else ""
     )
+    half = " --half" if meta["dtype"] == "bfloat16" else ""
     trial = "\n**A trial of a few steps: not an adapter to use.**\n" if meta.get("trial") else ""
     text = f"""# Competence adapter of `{meta["model"]}`
 {trial}
 Written by `experiments/train_competence.py`; retrain with
-`python -m experiments.train_competence --model {meta["model"]} --seed {meta["seed"]}`.
+`python -m experiments.train_competence --model {meta["model"]} --seed {meta["seed"]}{half}`.
 
 - Base: {EMBEDDED[meta["model"]].source}; adapter: LoRA r={RANK}, alpha={ALPHA} on all seven projections, float16,
   {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`.
 - Training: {meta["steps"]} steps, {meta["prompts"]:,} prompts, {meta["trained_tokens"]:,} tokens, AdamW {LEARNING_RATE},
-  float32, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {torch.get_num_threads()} CPU threads{apart}.
+  {meta["dtype"]}, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {meta["threads"]} CPU threads{apart}.
   Loss on the answer tokens only.
 - Data: gated decisions of `notelens/tasks/data/families.json` (sha256 `{meta["families_sha256"][:16]}`), as ordinary, freshly
   prefilled prompts; never a patched or stale cache. Hash of all training ids: `{meta["data_sha256"][:16]}`.
@@ -296,21 +327,25 @@ def main(
     begin_seconds: Annotated[float, typer.Option(help="what the legs before took, for the card")] = 0.0,
     eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
     trial: Annotated[int | None, typer.Option(help="so many steps in all: a trial, nothing to ship")] = None,
+    half: Annotated[bool, typer.Option(help="multiply in bfloat16; twice as fast where the CPU has it")] = False,
+    threads: int = 2,
 ) -> None:
     """Train the adapter, evaluate the saved file on held-out families, write the card."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
+    if model not in RECIPES:
+        raise typer.BadParameter(f"no recipe for {model!r}; there are: {', '.join(RECIPES)}")
     if (begin_leg > 0) != (begin_from is not None):
         raise typer.BadParameter("give --begin-leg and --begin-from together")
     begin = None if begin_from is None else (begin_leg, begin_from, begin_seconds)
-    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, begin, trial)
+    path, meta = train(model, seed, out, checkpoint_dir, checkpoint_every, begin, trial, half)
     if trial is not None:
         meta["trial"] = trial
-    cells = evaluate(model, path, seed, eval_n)
-    write_card(path, meta, cells)
-    for key, (value, n) in cells.items():
-        logger.info("%s: %.3f (n=%d)", key, value, n)
+    rows = evaluate(model, path, seed, eval_n)
+    write_card(path, meta, rows)
+    for row in rows:
+        logger.info("%s", row)
 
 
 if __name__ == "__main__":
