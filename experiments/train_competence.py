@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
@@ -33,6 +33,7 @@ from experiments.competence_data import (
     training_batches,
 )
 from notelens.models.load import default_cache_dir
+from notelens.tasks.render import Order
 from notelens.tasks.scenarios import BUILTIN, FORMS, load_families
 from notelens.zoo.embedded import EMBEDDED, load_embedded, merge_adapter_
 
@@ -227,14 +228,15 @@ def evaluate(model: str, path: Path, seed: int, n: int) -> list[dict[str, Any]]:
     """
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     merge_adapter_(base, path)
-    recipe, orders = RECIPES[model], ("value_first", "rule_first")
-    asked = [(None, heldout_examples(tokenizer, seed, n, orders), ("kind", "form", "order"))]
+    recipe, orders = RECIPES[model], get_args(Order)
+    examples = heldout_examples(tokenizer, seed, n, orders)
+    asked: list[tuple[int | None, list[Example]]] = [(None, examples)]
     if recipe.ask_long:
         long = heldout_examples(tokenizer, seed, max(1, n // 3), orders, recipe.long_tokens, ("direct", "update"))
-        asked.append((recipe.long_tokens, [replace(e, form="all") for e in long], ("kind", "form", "order")))
+        asked.append((recipe.long_tokens, [replace(e, form="all") for e in long]))
     rows: list[dict[str, Any]] = []
-    for tokens, examples, keys in asked:
-        for key, (value, count) in accuracy(base, examples, keys).items():
+    for tokens, found in asked:
+        for key, (value, count) in accuracy(base, found, ["kind", "form", "order"]).items():
             mode, form, order = key.split()
             rows.append({"mode": mode, "form": form, "order": order, "accuracy": value, "n": count})
             rows[-1] |= {"tokens": tokens} if tokens else {}
