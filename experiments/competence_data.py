@@ -57,14 +57,15 @@ class Recipe:
     """How one adapter is trained.
 
     Attributes:
-        legs: phases. Each leg has a learning rate of its own that falls to zero, and begins with the adapter rounded to
-            float16, as it is saved.
+        legs: phases. A leg begins with the adapter rounded to float16, as it is saved.
+        rates: learning rate of each leg, which falls to zero.
         long_tokens: of a long prompt, about.
         long_batch: most prompts of a batch of long ones.
         ask_long: whether the card has held-out prompts of that length too.
     """
 
     legs: tuple[tuple[Phase, ...], ...]
+    rates: tuple[float, ...]
     long_tokens: int
     long_batch: int
     ask_long: bool = False
@@ -85,7 +86,7 @@ RECIPES = {
             (Phase(170, 8, KINDS, ALL_FORMS, 0.55, 3, 0.15, 0.05, 0.02),),
             (Phase(90, 8, LAST_KINDS, LAST_FORMS, 0.55, 3, 0.15, 0.05, 0.02),),
         ),
-        long_tokens=220, long_batch=12,
+        rates=(1e-3, 1e-3, 1e-3), long_tokens=220, long_batch=12,
     ),
     "gemma3-270m": Recipe(
         (
@@ -97,7 +98,7 @@ RECIPES = {
             (Phase(250, 10, KINDS, ALL_FORMS, 0.55, 4, 0.15, 0.05, 0.06),),
             (Phase(150, 10, LAST_KINDS, LAST_FORMS, 0.55, 4, 0.15, 0.05, 0.06),),
         ),
-        long_tokens=640, long_batch=6, ask_long=True,
+        rates=(1e-3, 4e-4, 2e-4), long_tokens=640, long_batch=6, ask_long=True,
     ),
 }  # fmt: skip
 """By model: easy forms with the field first, then all forms in both orders, then everything; everything once more; and more of

@@ -39,7 +39,7 @@ from notelens.zoo.embedded import EMBEDDED, load_embedded, merge_adapter_
 
 logger = logging.getLogger("train_competence")
 
-RANK, ALPHA, LEARNING_RATE, WARM_UP = 8, 16, 1e-3, 20
+RANK, ALPHA, WARM_UP = 8, 16, 20
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -141,7 +141,7 @@ def train(
     meta: dict[str, Any] = {
         "alpha": ALPHA, "r": RANK, "seed": seed, "steps": sum(map(len, legs)),
         "prompts": sum(len(b) for leg in legs for b in leg),
-        "learning_rate": LEARNING_RATE, "model": model, "dtype": "bfloat16" if half else "float32",
+        "learning_rates": recipe.rates, "model": model, "dtype": "bfloat16" if half else "float32",
         "threads": torch.get_num_threads(), "base_sha256": EMBEDDED[model].sha256,
         "train_families": splits["train"], "eval_families": splits["eval"],
         "families_sha256": hashlib.sha256(BUILTIN.read_bytes()).hexdigest(),
@@ -159,9 +159,9 @@ def train(
     if begin is not None:
         load_adapter_(peft_model, begin[1])
         spent = begin[2]
-    for number, batches in enumerate(legs):
+    for number, (batches, rate) in enumerate(zip(legs, recipe.rates[:n_legs], strict=True)):
         if begin is None or number >= begin[0]:
-            optimise(peft_model, tokenizer, batches, f"leg {number}", seed, checkpoint_dir, every, meta)
+            optimise(peft_model, tokenizer, batches, rate, f"leg {number}", seed, checkpoint_dir, every, meta)
             meta["train_seconds"] = round(spent + time.perf_counter() - started)
             with torch.no_grad():  # what is saved, and what the next leg begins with, is float16
                 for parameter in (p for p in peft_model.parameters() if p.requires_grad):
@@ -176,6 +176,7 @@ def optimise(
     peft_model: Any,
     tokenizer: Any,
     batches: Sequence[Sequence[Example]],
+    rate: float,
     name: str,
     seed: int,
     checkpoint_dir: Path | None,
@@ -185,7 +186,7 @@ def optimise(
     """One pass over ``batches``, logging loss and, with ``checkpoint_dir``, held-out accuracy; changes ``peft_model``."""
     inner = peft_model.get_base_model()
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     steps = len(batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda s: min((s + 1) / WARM_UP, max(0.0, (steps - s) / max(1, steps - WARM_UP)))
@@ -279,6 +280,7 @@ def write_card(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> 
         if meta["began_with_leg"]
         else ""
     )
+    rates = ", ".join(f"{r:g}" for r in meta["learning_rates"])
     half = " --half" if meta["dtype"] == "bfloat16" else ""
     trial = "\n**A trial of a few steps: not an adapter to use.**\n" if meta.get("trial") else ""
     text = f"""# Competence adapter of `{meta["model"]}`
@@ -288,7 +290,7 @@ Written by `experiments/train_competence.py`; retrain with
 
 - Base: {EMBEDDED[meta["model"]].source}; adapter: LoRA r={RANK}, alpha={ALPHA} on all seven projections, float16,
   {path.stat().st_size / 1e6:.1f} MB, sha256 `{sha}`.
-- Training: {meta["steps"]} steps, {meta["prompts"]:,} prompts, {meta["trained_tokens"]:,} tokens, AdamW {LEARNING_RATE},
+- Training: {meta["steps"]} steps, {meta["prompts"]:,} prompts, {meta["trained_tokens"]:,} tokens, AdamW {rates},
   {meta["dtype"]}, seed {meta["seed"]}, {meta["train_seconds"] / 60:.1f} minutes on {meta["threads"]} CPU threads{apart}.
   Loss on the answer tokens only.
 - Data: gated decisions of `notelens/tasks/data/families.json` (sha256 `{meta["families_sha256"][:16]}`), as ordinary, freshly
