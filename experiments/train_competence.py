@@ -176,7 +176,7 @@ def optimise(
     peft_model: Any,
     tokenizer: Any,
     batches: Sequence[Sequence[Example]],
-    rate: float,
+    rate: tuple[float, float],
     name: str,
     seed: int,
     checkpoint_dir: Path | None,
@@ -186,10 +186,10 @@ def optimise(
     """One pass over ``batches``, logging loss and, with ``checkpoint_dir``, held-out accuracy; changes ``peft_model``."""
     inner = peft_model.get_base_model()
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    steps = len(batches)
+    optimiser = torch.optim.AdamW(parameters, lr=rate[0], weight_decay=0.0)
+    steps, last = len(batches), rate[1] / rate[0]
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda s: min((s + 1) / WARM_UP, max(0.0, (steps - s) / max(1, steps - WARM_UP)))
+        optimiser, lambda s: min((s + 1) / WARM_UP, last + (1 - last) * max(0.0, (steps - s) / max(1, steps - WARM_UP)))
     )
     started = time.perf_counter()
     running: list[float] = []
@@ -280,7 +280,7 @@ def write_card(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> 
         if meta["began_with_leg"]
         else ""
     )
-    rates = ", ".join(f"{r:g}" for r in meta["learning_rates"])
+    rates = ", ".join(f"{first:g} to {last:g}" for first, last in meta["learning_rates"])
     half = " --half" if meta["dtype"] == "bfloat16" else ""
     trial = "\n**A trial of a few steps: not an adapter to use.**\n" if meta.get("trial") else ""
     text = f"""# Competence adapter of `{meta["model"]}`

@@ -24,7 +24,9 @@ from notelens.zoo.embedded import EMBEDDED
 from tests.test_packed_data import random_model
 
 LONG = 300
-RECIPE = Recipe(((Phase(12, 6, KINDS, ALL_FORMS, 0.5, 2, 0.3, 0.0, 0.4),),), (1e-3,), long_tokens=LONG, long_batch=4)
+RECIPE = Recipe(
+    ((Phase(12, 6, KINDS, ALL_FORMS, 0.5, 2, 0.3, 0.0, 0.4),),), ((1e-3, 0.0),), (0,), long_tokens=LONG, long_batch=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def batches(smollm2_tokenizer: Any) -> list[list[Example]]:
 
 def test_every_recipe_is_of_an_embedded_model_and_its_long_prompts_leave_the_window() -> None:
     assert set(RECIPES) <= set(EMBEDDED)
-    assert all(len(recipe.legs) == len(recipe.rates) for recipe in RECIPES.values())
+    assert all(len(recipe.legs) == len(recipe.rates) == len(recipe.draws) for recipe in RECIPES.values())
     assert RECIPES["gemma3-270m"].ask_long and RECIPES["gemma3-270m"].long_tokens > 512
 
 
@@ -82,7 +84,7 @@ def test_a_card_says_how_to_retrain_and_keeps_long_prompts_apart(tmp_path: Path,
     meta = {
         "model": "gemma3-270m", "dtype": dtype, "threads": 1, "seed": 3, "steps": 5, "prompts": 50, "trained_tokens": 999,
         "train_seconds": 60, "began_with_leg": 0, "families_sha256": "f" * 64, "data_sha256": "d" * 64,
-        "learning_rates": [1e-3, 4e-4], "train_families": ["a"], "eval_families": ["b"],
+        "learning_rates": [[1e-3, 5e-4], [4e-4, 0.0]], "train_families": ["a"], "eval_families": ["b"],
     }  # fmt: skip
     rows = [
         {"mode": m, "form": "swapped", "order": "rule_first", "accuracy": a, "n": 10}
@@ -91,7 +93,7 @@ def test_a_card_says_how_to_retrain_and_keeps_long_prompts_apart(tmp_path: Path,
     rows.append({"mode": "direct", "form": "all", "order": "rule_first", "accuracy": 0.1, "n": 10, "tokens": 640})
     write_card(path, meta, rows)
     text, card = path.with_suffix(".md").read_text(), json.loads(path.with_suffix(".json").read_text())
-    assert "AdamW 0.001, 0.0004,\n" in text
+    assert "AdamW 0.001 to 0.0005, 0.0004 to 0,\n" in text
     assert ("--seed 3 --half`" in text) == (dtype == "bfloat16") and f"  {dtype}, seed 3, 1.0 minutes on 1" in text
     assert "direct 0.900, chain 0.800, update 0.700, update_chain 0.600" in text
     assert "| direct | all, 640 tokens | rule_first | 0.100 | 10 |" in text
