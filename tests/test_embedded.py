@@ -324,7 +324,24 @@ def gemma() -> Any:
 
 @needs_gemma
 @pytest.mark.slow
-def test_gemma_is_admitted_and_knows_what_it_learned(gemma: Any) -> None:
+def test_gemma_with_its_adapter_decides(gemma: Any) -> None:
+    """On families that its training never saw, below and beyond the window."""
+    for length, n, least in ((None, 24, 0.9), (640, 6, 0.75)):
+        found = GatedDecisions(split="eval", length=length).instances(gemma.tokenizer, n, 1)
+        right = list[bool]()
+        for instance in found:
+            for cell, prompt in instance.cells.items():
+                with torch.no_grad():
+                    best = int(gemma.hf(torch.tensor([prompt.token_ids])).logits[0, -1].argmax())
+                right.append(best == instance.answer_ids[instance.conclusion[cell]])
+        assert sum(right) >= least * len(right)
+
+
+@needs_gemma
+@pytest.mark.slow
+def test_gemma_is_admitted_and_knows_what_it_learned() -> None:
+    gemma = notelens.load("gemma3-270m", competence=False)
+    assert gemma.name == "gemma3-270m-bare"
     assert gemma.gate is not None and gemma.gate.passed
     windows = [layer.window for layer in gemma.geometry.layers]
     assert len(windows) == 18 and [i for i, w in enumerate(windows) if w is None] == [5, 11, 17]

@@ -324,7 +324,7 @@ class TestCard:
 OWN_VALUES = ("organism-qwen3-notes-free", "organism-qwen3-seed1", "organism-llama-seed1")
 """Organisms that decide for values of their training only; every configuration asks them about new combinations of these."""
 
-SIZES = ("organism-qwen3-w128-l2",)
+SIZES = ("organism-qwen3-w64-l2", "organism-qwen3-w64-l3", "organism-qwen3-w128-l2")
 """Organisms for the question which size can decide at all; that one cannot is an answer."""
 
 

