@@ -65,6 +65,10 @@ def test_what_the_page_says_in_words_holds_in_its_tables() -> None:
         assert len(first) == 3 and all(r["notes"]["hi"] < seed["notes"]["value"] for r in first.values())
         nearer = {k for k, r in first.items() if r["trigger_only"]["value"] < seed["trigger_only"]["value"]}
         assert nearer == {"organism-gemma3"}
+    for name in ("qwen3", "llama"):
+        second, zero = rows[f"organism-{name}-seed2"], rows[f"organism-{name}"]
+        assert second["trigger_only"]["hi"] < min(0.05, zero["trigger_only"]["lo"])
+        assert second["notes"]["value"] > zero["notes"]["value"]
     assert rows["smollm2"]["trigger_only"]["lo"] > 0.8 and rows["smollm2"]["notes"]["hi"] < 0.2
     hybrid = rows["organism-falcon_h1"]
     assert hybrid["placebo"] is None and hybrid["downstream"]["lo"] >= 0.99

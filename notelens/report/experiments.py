@@ -144,6 +144,7 @@ EXPERIMENTS: Mapping[str, Callable[[Path], Figure]] = {
     "off_template": _dots("Other kinds of prompts", KINDS),
     "lookup": _dots("Looking up against deciding", (COMPETENCE, *HEADLINES[:2], LAST_TENTH, *DELIMITERS)),
     "scale": _dots("Where do notes begin? Widths and depths of one family", (COMPETENCE, *HEADLINES[:9])),
+    "sliding_window": _dots("Behind the window", (COMPETENCE, *HEADLINES[:2], *HEADLINES[4:6], HEADLINES[8])),
     "dose": _dots("Place of the field, number of notes", PLACES),
     "suffix": _suffix,
     "knockout": _knockout,
