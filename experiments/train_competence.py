@@ -5,7 +5,7 @@
 Claim it serves: a probe of a model that cannot do the task measures nothing. What would falsify the adapter: accuracy below
 0.97 on families it never saw. It is a LoRA on all projections, trained on the answer tokens of complete, freshly prefilled
 prompts; it never sees a patched or stale cache, so what the probes find is not built in. About 20 minutes on two idle cores
-without AMX for smollm2, 50 on one with bfloat16 for gemma3-270m (``--half``); the card of an adapter says how long its own took.
+without AMX for smollm2, 50 on one with bfloat16 for gemma3-270m (``--half``); the card of an adapter says how long it took.
 """
 
 import hashlib

@@ -40,8 +40,8 @@ All swaps are isolated; both directions are pooled; intervals are 95 % over scen
 READING = """
 How to read it:
 
-- **The field changes** (`field only`, `downstream`, `top 8`, `random 8`). In every family, but for seed 1, the decision does not
-  read the field: swapping its own rows does nothing, swapping the rows behind it does everything, and eight of them are
+- **The field changes** (`field only`, `downstream`, `top 8`, `random 8`). In every family, but for seed 1, the decision does
+  not read the field: swapping its own rows does nothing, swapping the rows behind it does everything, and eight of them are
   nearly enough. Eight random rows of such short prompts are not nothing: this is what `top 8` has to be compared with.
 - **The control says the opposite, in the same columns.** A probe that found notes there would find them anywhere.
 - **The rule changes, the field stays** (`trigger only`, `notes`). `notes` stays below 1 and `trigger only` above 0 where the
