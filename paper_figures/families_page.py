@@ -55,8 +55,9 @@ How to read it:
   do not have in common is the field: that of seed 2 is as good as not read, that of `qwen3-seed1` makes more than a tenth. Seed
   1 decides only for values of its training, so it is asked about new combinations; seed 2 decides for new values. Where the
   notes are is not a matter of the architecture alone.
-- `smollm2` is the embedded real model with its adapter. Its conclusion sits on the changed words of the rule: `trigger only` is
-  most of it, and what follows these words hardly any.
+- `smollm2` and `gemma3-270m` are the embedded real models with their adapters, on families that these never saw. The conclusion
+  of the first sits on the changed words of the rule: `trigger only` is most of it, and what follows these words hardly any. In
+  the second it is half and half. Its window of 512 is longer than these prompts: [mechanism](mechanism.md) has longer ones.
 - `falcon_h1` carries a recurrent state beside the rows. Swapping rows leaves that state alone and still moves the whole
   decision: this organism does not use the state for it. There is no placebo, whose rows would have to be cut and moved, which
   a state cannot be.

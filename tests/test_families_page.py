@@ -70,6 +70,7 @@ def test_what_the_page_says_in_words_holds_in_its_tables() -> None:
         assert second["trigger_only"]["hi"] < min(0.05, zero["trigger_only"]["lo"])
         assert second["notes"]["value"] > zero["notes"]["value"]
     assert rows["smollm2"]["trigger_only"]["lo"] > 0.8 and rows["smollm2"]["notes"]["hi"] < 0.2
+    assert all(0.4 < rows["gemma3-270m"][k]["value"] < 0.6 for k in ("trigger_only", "notes"))
     hybrid = rows["organism-falcon_h1"]
     assert hybrid["placebo"] is None and hybrid["downstream"]["lo"] >= 0.99
     assert control["field_only"]["lo"] >= 0.95 and abs(control["downstream"]["lo"]) <= 0.05
