@@ -172,6 +172,11 @@ def train(
     return path, meta
 
 
+def rate_share(step: int, steps: int, last: float) -> float:
+    """Share of a leg's learning rate: up over the warm-up, then down in a line to ``last`` behind the last step."""
+    return min((step + 1) / WARM_UP, last + (1 - last) * max(0.0, (steps - step) / max(1, steps - WARM_UP)))
+
+
 def optimise(
     peft_model: Any,
     tokenizer: Any,
@@ -188,9 +193,7 @@ def optimise(
     parameters = [p for p in peft_model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=rate[0], weight_decay=0.0)
     steps, last = len(batches), rate[1] / rate[0]
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda s: min((s + 1) / WARM_UP, last + (1 - last) * max(0.0, (steps - s) / max(1, steps - WARM_UP)))
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: rate_share(s, steps, last))
     started = time.perf_counter()
     running: list[float] = []
     hits: list[float] = []

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from experiments.competence_data import (
     heldout_examples,
     training_batches,
 )
-from experiments.train_competence import PROJECTIONS, halve_, padded, right_answers, supervised_logits, write_card
+from experiments.train_competence import (
+    PROJECTIONS,
+    halve_,
+    padded,
+    rate_share,
+    right_answers,
+    supervised_logits,
+    write_card,
+)
 from notelens.tasks.scenarios import load_families
 from notelens.zoo.embedded import EMBEDDED
 from tests.test_packed_data import random_model
@@ -47,6 +56,21 @@ def test_batches_are_pairs_with_different_answers(batches: list[list[Example]]) 
         assert one.ids[: one.n_prompt] != other.ids[: other.n_prompt]
         assert one.ids[one.action_at] != other.ids[other.action_at]
         assert (one.kind, one.form, one.order, one.family) == (other.kind, other.form, other.order, other.family)
+
+
+def test_a_leg_draws_by_the_seed_and_its_own_number(smollm2_tokenizer: Any) -> None:
+    other, none = replace(RECIPE, draws=(5,)), replace(RECIPE, draws=(0,))
+    found = [training_batches(smollm2_tokenizer, s, r, 0, 3) for s, r in ((0, other), (5, none), (0, none))]
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_rate_of_a_leg_falls_to_its_last() -> None:
+    assert rate_share(0, 100, 0.0) == pytest.approx(0.05) and rate_share(19, 100, 0.0) == 1.0
+    assert rate_share(60, 100, 0.0) == pytest.approx(0.5) and rate_share(60, 100, 0.4) == pytest.approx(0.7)
+    assert rate_share(100, 100, 0.4) == pytest.approx(0.4)
+    long = [rate_share(s, 400, 0.0) for s in range(100)]  # the first leg of gemma3-270m is a quarter of such a one
+    first, last = RECIPES["gemma3-270m"].rates[0]
+    assert long == pytest.approx([rate_share(s, 100, last / first) for s in range(100)], abs=1e-3)
 
 
 def test_long_batches_are_smaller(batches: list[list[Example]]) -> None:
