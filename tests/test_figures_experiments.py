@@ -217,3 +217,10 @@ def test_there_is_a_script_for_every_figure_and_it_needs_no_torch(swept: Path, t
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["suffix.png", "suffix.svg"]
+
+
+def test_titles_of_narrow_panels_wrap_before_they_meet() -> None:
+    dots = (Dot(0, 0, 0.5),)
+    names = [f"gemma3-270m, {kind}, seed {seed}" for kind in ("gated", "organism", "off-template") for seed in (0, 1)]
+    check(draw_dots(["region: template"], [Panel(name, dots) for name in names[:5]], ["measured"], "t", "s"))
+    check(draw_dots(["region: template"], [Panel(name, dots) for name in names], ["measured"], "t", "s"))

@@ -17,8 +17,8 @@ LEFT_MAX, CHARACTER = 2.3, 0.062
 """Inches for the names at most, and for one of their characters."""
 SPREAD = 0.34
 """Of a row, over which several marks of one row are spread."""
-TITLE_WIDTH = 22
-"""Characters of a panel's title in one line."""
+TITLE_WIDTH, TITLE_CHARACTER = 22, 0.064
+"""Characters of a panel's title in one line at most, and inches for one of them."""
 PER_LINE = 5
 """Panels beside each other; more go below."""
 
@@ -92,7 +92,7 @@ def draw_dots(
         for at, panel in enumerate(shown):
             line, column = divmod(at, per_line)
             axes = s.place(figure, left + column * (inner + GAP), TOP + line * step, inner, tall)
-            _panel(axes, panel, len(rows), len(series))
+            _panel(axes, panel, len(rows), len(series), min(TITLE_WIDTH, int((inner + GAP) / TITLE_CHARACTER)))
             axes.set_yticks(range(len(rows)), names if column == 0 else [""] * len(rows))
         if legend:
             _legend(figure, series, reference if any(p.reference for p in shown) else None)
@@ -107,12 +107,12 @@ def shortened(name: str, longest: int) -> str:
     return f"{name[:head]}…{name[len(name) - (longest - head - 1) :]}"
 
 
-def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int) -> None:
+def _panel(axes: Axes, panel: Panel, n_rows: int, n_series: int, width: int) -> None:
     known = [v for d in panel.dots for v in (d.value, d.lo, d.hi) if v is not None]
     low, high = min([panel.low, *known]), max([panel.high, *known])
     room = 0.06 * (high - low)
     axes.set(xlim=(low - room, high + room), ylim=(n_rows - 0.5, -0.5))
-    lines = [part for line in panel.title.splitlines() for part in textwrap.wrap(line, TITLE_WIDTH)]
+    lines = [part for line in panel.title.splitlines() for part in textwrap.wrap(line, width)]
     axes.set_title("\n".join(map(s.drawable, lines)), fontsize=s.SMALL, pad=4)
     axes.grid(axis="x")
     axes.locator_params(axis="x", nbins=3)
