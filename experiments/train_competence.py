@@ -228,11 +228,12 @@ def optimise(
 def evaluate(model: str, path: Path, seed: int, n: int) -> list[dict[str, Any]]:
     """Held-out accuracy of the saved file merged into a fresh base model: by form, kind and order; long ones by kind and order.
 
-    There are a third as many long prompts as others of a form.
+    ``n`` draws, a third as many of long prompts, each in every form, kind and order. None is one that training was watched by.
     """
     base, tokenizer = load_embedded(model, competence=False, cache_dir=default_cache_dir())
     merge_adapter_(base, path)
     recipe, orders = RECIPES[model], get_args(Order)
+    seed += 1
     examples = heldout_examples(tokenizer, seed, n, orders)
     asked: list[tuple[int | None, list[Example]]] = [(None, examples)]
     if recipe.ask_long:
@@ -310,7 +311,9 @@ Written by `experiments/train_competence.py`; retrain with
 
 The saved file merged into a fresh base model; greedy. Right means: argmax over the whole vocabulary is the first token of
 the right action word, and for chains also that every token up to there is the expected one (so a chain in other words
-counts as wrong).
+counts as wrong). Forms, modes and orders share their draws of words, so a mistake comes in several rows at once.
+
+Seen of these families while the recipe was chosen: {recipe.seen}.
 
 Over forms and orders: {", ".join(f"{m} {a:.3f}" for m, a in by_mode.items())}.
 
@@ -332,7 +335,7 @@ def main(
     begin_leg: Annotated[int, typer.Option(help="continue with this leg, from the adapter of --begin-from")] = 0,
     begin_from: Annotated[Path | None, typer.Option(help="adapter that the leg before ended with")] = None,
     begin_seconds: Annotated[float, typer.Option(help="what the legs before took, for the card")] = 0.0,
-    eval_n: Annotated[int, typer.Option(help="held-out prompts per form, mode and order")] = 12,
+    eval_n: Annotated[int, typer.Option(help="held-out draws; each is asked in every form, mode, order")] = 36,
     trial: Annotated[int | None, typer.Option(help="so many steps in all: a trial, nothing to ship")] = None,
     half: Annotated[bool, typer.Option(help="multiply in bfloat16; twice as fast where the CPU has it")] = False,
     threads: int = 2,

@@ -9,8 +9,8 @@ accuracy below 0.95, as at 2,000 tokens (its card). Only ordinary, freshly prefi
 (:mod:`experiments.packed_data`) changes the cost and nothing else.
 
 Tried and dropped: a fresh adapter for gemma3-270m by 150 steps of easy, then all, then longer prompts at 1e-3. Rules with the
-field first were right at 0.82 behind 60 steps; with all forms it stayed at 0.6. Its shipped adapter had 700 steps at lower
-rates (:mod:`experiments.train_competence`), and saw every prompt alone, since packed prompts know no window.
+field first were right at 0.82 behind 60 steps; with all forms it stayed at 0.6. Its shipped adapter had 700 steps, most
+at lower rates (:mod:`experiments.train_competence`), and saw every prompt alone, since packed prompts know no window.
 """
 
 import hashlib

@@ -52,9 +52,9 @@ How to read it:
 - **Another seed is another model.** Seeds 1 and 2 had another curriculum (by that of seed 0, seed 1 did not learn the task:
   `experiments/train_organisms.py`; seed 2 was not tried by it). What the two have in common, and `qwen3` of seed 0 has not, is
   that hardly anything sits on the rule's changed word: `trigger only` and `notes` are nearer to the paper's 0 and 1. What they
-  do not have in common is the field: that of seed 2 is as good as not read, that of `qwen3-seed1` makes more than a tenth. Seed
-  1 decides only for values of its training, so it is asked about new combinations; seed 2 decides for new values. Where the
-  notes are is not a matter of the architecture alone.
+  do not have in common is the field: swapping it moves as good as nothing with seed 2, more than a tenth with `qwen3-seed1`.
+  Seed 1 decides only for values of its training, so it is asked about new combinations; seed 2 decides for new values. Where
+  the notes are is not a matter of the architecture alone.
 - `smollm2` and `gemma3-270m` are the embedded real models with their adapters, on families that these never saw. The conclusion
   of the first sits on the changed words of the rule: `trigger only` is most of it, and what follows these words hardly any. In
   the second it is half and half. Its window of 512 is longer than these prompts: [mechanism](mechanism.md) has longer ones.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments import train_competence
 from experiments.competence_data import (
     ALL_FORMS,
     KINDS,
@@ -34,7 +35,12 @@ from tests.test_packed_data import random_model
 
 LONG = 300
 RECIPE = Recipe(
-    ((Phase(12, 6, KINDS, ALL_FORMS, 0.5, 2, 0.3, 0.0, 0.4),),), ((1e-3, 0.0),), (0,), long_tokens=LONG, long_batch=4
+    ((Phase(12, 6, KINDS, ALL_FORMS, 0.5, 2, 0.3, 0.0, 0.4),),),
+    ((1e-3, 0.0),),
+    (0,),
+    long_tokens=LONG,
+    long_batch=4,
+    seen="",
 )
 
 
@@ -50,7 +56,7 @@ def test_every_recipe_is_of_an_embedded_model_and_its_long_prompts_leave_the_win
 
 
 def test_batches_are_pairs_with_different_answers(batches: list[list[Example]]) -> None:
-    """Within a pair prompts are of one length, differ, and one right answer is not the other."""
+    """Within a pair prompts differ, are of one kind, and one right answer is not the other."""
     assert len(batches) == 12
     for one, other in itertools.chain.from_iterable(zip(b[::2], b[1::2], strict=True) for b in batches):
         assert one.ids[: one.n_prompt] != other.ids[: other.n_prompt]
@@ -122,3 +128,24 @@ def test_a_card_says_how_to_retrain_and_keeps_long_prompts_apart(tmp_path: Path,
     assert "direct 0.900, chain 0.800, update 0.700, update_chain 0.600" in text
     assert "| direct | all, 640 tokens | rule_first | 0.100 | 10 |" in text
     assert card["heldout"] == rows and card["mix"]["long_tokens"] == 640
+
+
+def test_a_card_asks_other_prompts_than_those_that_training_was_watched_by(
+    monkeypatch: pytest.MonkeyPatch, smollm2_tokenizer: Any
+) -> None:
+    asked: list[Example] = []
+
+    def accuracy(_: Any, examples: list[Example], keys: list[str]) -> dict[str, tuple[float, int]]:
+        asked.extend(examples)
+        return dict.fromkeys({" ".join(getattr(e, key) for key in keys) for e in examples}, (0.5, 7))
+
+    monkeypatch.setattr(train_competence, "load_embedded", lambda *_, **__: (None, smollm2_tokenizer))
+    monkeypatch.setattr(train_competence, "merge_adapter_", lambda *_: 0)
+    monkeypatch.setattr(train_competence, "accuracy", accuracy)
+    rows = train_competence.evaluate("gemma3-270m", Path("none"), 0, 1)
+    long = [r for r in rows if "tokens" in r]
+    assert len(rows) == 4 * 4 * 2 + 2 * 2 and rows[-4:] == long
+    assert {(r["mode"], r["form"], r["tokens"]) for r in long} == {("direct", "all", 640), ("update", "all", 640)}
+    assert sum(600 <= e.n_prompt <= 680 for e in asked) == 2 * 4 * 2 and len(asked) == 4 * 4 * 2 + 2 * 4 * 2
+    watched = heldout_examples(smollm2_tokenizer, 0, 1, ("value_first", "rule_first"))
+    assert not {e.ids for e in watched} & {e.ids for e in asked}

@@ -14,11 +14,11 @@ from notelens.report import style as s
 
 TOP, ROW, BOTTOM, GAP, RIGHT, LEGEND = 0.92, 0.21, 0.30, 0.16, 0.12, 0.22
 LEFT_MAX, CHARACTER = 2.3, 0.062
-"""Inches for the names at most, and for one of their characters."""
+"""Inches for the names at most, and for a character of a name or title."""
 SPREAD = 0.34
 """Of a row, over which several marks of one row are spread."""
-TITLE_WIDTH, TITLE_CHARACTER = 22, 0.064
-"""Characters of a panel's title in one line at most, and inches for one of them."""
+TITLE_WIDTH = 22
+"""Characters of a panel's title in one line at most."""
 PER_LINE = 5
 """Panels beside each other; more go below."""
 
@@ -92,7 +92,7 @@ def draw_dots(
         for at, panel in enumerate(shown):
             line, column = divmod(at, per_line)
             axes = s.place(figure, left + column * (inner + GAP), TOP + line * step, inner, tall)
-            _panel(axes, panel, len(rows), len(series), min(TITLE_WIDTH, int((inner + GAP) / TITLE_CHARACTER)))
+            _panel(axes, panel, len(rows), len(series), min(TITLE_WIDTH, int((inner + GAP) / CHARACTER) - 1))
             axes.set_yticks(range(len(rows)), names if column == 0 else [""] * len(rows))
         if legend:
             _legend(figure, series, reference if any(p.reference for p in shown) else None)
